@@ -46,7 +46,9 @@ except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
-TABLE_NAME, KEYS_NAME, PICTURE_NAME = "duplicates.parquet", "keep.txt", "pairs.png"
+TABLE_NAME = "duplicates.parquet"
+KEYS_NAME = "keep.txt"
+PICTURE_NAME = "pairs.png"
 NUM_PAIRS = 60
 DESCRIBED_ROWS = 1 << 8
 
@@ -100,6 +102,7 @@ def main() -> None:
     if arguments.similar:
         find_similar(images, first, alike, num_workers=arguments.num_workers)
 
+    # One row for each sample of the folder; the others are only what it is compared with.
     is_copy = first != positions
     own = slice(num_others, None)
     copied = pa.array(first[own], mask=~is_copy[own])
@@ -114,6 +117,8 @@ def main() -> None:
             "similarity": pa.array(alike[own], pa.float32(), from_pandas=True),
         }
     )
+
+    # The least similar pairs are the ones that may be wrong.
     kept = table.filter(table["keep"])["key"].to_pylist()
     similar = np.flatnonzero(is_copy & ~is_exact & (positions >= num_others))
     shown = similar[np.argsort(alike[similar], kind="stable")[:NUM_PAIRS]].tolist()

@@ -47,13 +47,14 @@ def refuse_rewriting(run: DataPrepRun) -> None:
     """Raise UserErrors for settings that would require rewriting the tars."""
     keys = ("holdout_fraction", "val_per_class", "min_images_per_class", "leave_out")
     wanted = {f"source.{key}": getattr(run.source, key) for key in keys}
-    what = "requires rewriting the tars, which indexing does not do"
-    advice = "remove this key, or make new shards with vitscale prepare shards"
+    wanted["images.short_side"] = run.images.short_side
     errors = [
-        UserError(what, where=key, next_step=advice)
-        for key, value in (
-            wanted | {"images.short_side": run.images.short_side}
-        ).items()
+        UserError(
+            "requires rewriting the tars, which indexing does not do",
+            where=key,
+            next_step="remove this key, or make new shards with vitscale prepare shards",
+        )
+        for key, value in wanted.items()
         if value
     ]
     if run.source.kind != "webdataset":

@@ -128,11 +128,10 @@ def digit_files() -> Iterator[tuple[str, bytes]]:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
-        what, step = (
+        raise UserError(
             "scikit-learn, which holds the digits, is missing",
-            "pip install scikit-learn",
-        )
-        raise UserError(what, next_step=step) from None
+            next_step="pip install scikit-learn",
+        ) from None
     digits = load_digits()
     test = _choose_test(digits.target)
     for i, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -179,9 +178,8 @@ def render(letter: str, font: str, random: CounterRandom) -> bytes:
     angle = math.radians(random.uniform(-ROTATION_DEGREES, ROTATION_DEGREES))
     shear = random.uniform(-SHEAR, SHEAR)
     shift_x, shift_y = random.uniform(-JITTER, JITTER), random.uniform(-JITTER, JITTER)
-    stroke = random.uniform(
-        -MAX_STROKE, MAX_STROKE
-    )  # half of the letters keep their own
+    # Half of the letters keep their own stroke.
+    stroke = random.uniform(-MAX_STROKE, MAX_STROKE)
 
     em_px = round(MAX_EM * LARGE_PX)
     canvas = Image.new("L", (4 * em_px, 3 * em_px))
@@ -200,14 +198,19 @@ def render(letter: str, font: str, random: CounterRandom) -> bytes:
     target_x, target_y = (0.5 + shift_x) * LARGE_PX, (BASELINE + shift_y) * LARGE_PX
     # From a point of the image to one of the canvas: the inverse of rotation @ [[1, shear], [0, 1]]
     # * scale. Rounded, since the last digit of a sine differs between C libraries.
-    cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
-    a, b = round(cos + shear * sin, 6), round(sin - shear * cos, 6)
-    d, e = round(-sin, 6), round(cos, 6)
+    cos = math.cos(angle) / scale
+    sin = math.sin(angle) / scale
+    a = round(cos + shear * sin, 6)
+    b = round(sin - shear * cos, 6)
+    d = round(-sin, 6)
+    e = round(cos, 6)
     c = round(source_x - a * target_x - b * target_y, 6)
     f = round(source_y - d * target_x - e * target_y, 6)
-    size, affine = (LARGE_PX, LARGE_PX), Image.Transform.AFFINE
     large = canvas.transform(
-        size, affine, (a, b, c, d, e, f), resample=Image.Resampling.BICUBIC
+        (LARGE_PX, LARGE_PX),
+        Image.Transform.AFFINE,
+        (a, b, c, d, e, f),
+        resample=Image.Resampling.BICUBIC,
     )
     file = io.BytesIO()
     large.reduce(2).convert("RGB").save(file, format="PNG")
@@ -240,9 +243,10 @@ def check_same_files(output: Path, contents: dict[str, bytes]) -> None:
     files = [path for path in output.rglob("*") if path.is_file()]
     found = {str(path.relative_to(output)): path.read_bytes() for path in files}
     if found != contents:
-        step = "choose another folder, or remove this one"
         raise UserError(
-            "exists already and holds other files", where=str(output), next_step=step
+            "exists already and holds other files",
+            where=str(output),
+            next_step="choose another folder, or remove this one",
         )
 
 

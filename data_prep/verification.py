@@ -28,6 +28,7 @@ from data_prep.formats.index_files import (
     folder_of_tars,
     info_of,
     sample_bytes,
+    shards_of,
     split_fingerprint,
     tar_files,
 )
@@ -43,8 +44,9 @@ from vitscale.images.plain import SUFFIXES
 from vitscale.images.sheet import draw_rows
 from vitscale.tracking.journal import item_progress
 
-# Of the sheet: at most this many classes, and images of each.
-MAX_CLASSES, PER_CLASS = 40, 10
+# The sheet has at most so many classes, and images of each.
+MAX_CLASSES = 40
+PER_CLASS = 10
 
 BATCH_ROWS = 1 << 13
 
@@ -96,16 +98,15 @@ def _findings(name: str, check: Iterator[str]) -> Iterator[str]:
 
 def tar_tasks(index: Iterable[pa.Table], manifest: Manifest) -> Iterator[Task]:
     """Yield every tar with its rows. index: pieces of the index, whose rows are in that order."""
-    pieces, rows = iter(index), INDEX_SCHEMA.empty_table()
-    for shard in (
-        shard for entry in manifest.splits.values() for shard in entry.shards
-    ):
+    pieces = iter(index)
+    rows = INDEX_SCHEMA.empty_table()
+    for shard in shards_of(manifest):
         while len(rows) < shard.samples and (piece := next(pieces, None)) is not None:
             rows = pa.concat_tables([rows, piece])
-        own = rows.slice(0, shard.samples).unify_dictionaries()
-        rows = rows.slice(len(own))
+        samples = rows.slice(0, shard.samples).unify_dictionaries()
+        rows = rows.slice(len(samples))
         # Copied: a pickled slice has the whole table.
-        yield shard, own.take(np.arange(len(own)))
+        yield shard, samples.take(np.arange(len(samples)))
 
 
 def _is_index(path: Path) -> bool:
@@ -151,23 +152,18 @@ def _check_index(folder: Path, manifest: Manifest, *, is_index: bool) -> Iterato
         yield f"{num_wrong:,} labels are outside {low} to {high - 1:,}"
 
     names = (name for piece in _batches(path) for name in piece["shard"].to_pylist())
-    found = [(name, sum(1 for _ in rows)) for name, rows in groupby(names)]
-    shards = [shard for entry in manifest.splits.values() for shard in entry.shards]
-    if found != [(shard.name, shard.samples) for shard in shards if shard.samples]:
+    counts = [(name, len(list(rows))) for name, rows in groupby(names)]
+    tars = [(shard.name, shard.samples) for shard in shards_of(manifest)]
+    if counts != [(name, num) for name, num in tars if num]:
         yield "does not have the samples of the manifest's tars, in their order"
     for split, entry in manifest.splits.items():
-        samples = map(sample_bytes, _of_split(path, split))
-        if (
-            split_fingerprint(samples, shard_lengths=entry.shard_lengths)
-            != entry.fingerprint
-        ):
+        samples = (
+            sample_bytes(rows.filter(pc.equal(rows["split"].cast(pa.string()), split)))
+            for rows in _batches(path)
+        )
+        actual = split_fingerprint(samples, shard_lengths=entry.shard_lengths)
+        if actual != entry.fingerprint:
             yield f"samples of split {split!r} do not have the manifest's fingerprint"
-
-
-def _of_split(path: Path, split: str) -> Iterator[pa.Table]:
-    """Yield the rows of a split, some at a time."""
-    for rows in _batches(path):
-        yield rows.filter(pc.equal(rows["split"].cast(pa.string()), split))
 
 
 def check_tar(
@@ -183,7 +179,8 @@ def check_tar(
     ours: written by make_shards: an image and its label, if any, per sample; no other members.
     """
     shard, rows = task
-    found, points = list[str](), dict[int, bytes]()
+    found: list[str] = []
+    points: dict[int, bytes] = {}
     try:
         if blake3_of_file(root / shard.name) != shard.blake3:
             found.append("content differs from the manifest (BLAKE3)")
@@ -213,7 +210,8 @@ def _check_sample(
     """(what is wrong with a sample of the index, its image). Leaves the file at its end."""
     if row["offset"] + row["length"] > num_bytes:
         return "lies outside the tar", b""
-    before, after = b"", b""
+    before = b""
+    after = b""
     if ours:
         label = None if row["label"] == NO_LABEL else row["label"]
         before, after = around_image(
@@ -228,13 +226,13 @@ def _check_sample(
         return "the image's bytes differ from the index (BLAKE3)", image
     try:
         format = format_of(image)
-        found = SUFFIXES[format], *open_image(image, format).size
+        actual = (SUFFIXES[format], *open_image(image, format).size)
     except Rejected as error:
         return f"the image cannot be read ({error})", image
-    expected = row["format"], row["width"], row["height"]
-    return (
-        None if found == expected else f"is {found}, but the index says {expected}"
-    ), image
+    expected = (row["format"], row["width"], row["height"])
+    if actual != expected:
+        return f"is {actual}, but the index says {expected}", image
+    return None, image
 
 
 def _check_ledger(
@@ -275,11 +273,10 @@ def draw_sheet(path: Path, folder: Path, manifest: Manifest) -> None:
     )
     labels = table.column("label").to_numpy()
     present = np.unique(labels)
-    chosen = present[
-        np.linspace(0, len(present) - 1, min(MAX_CLASSES, len(present))).astype(int)
-    ]
+    num_shown = min(MAX_CLASSES, len(present))
+    shown_labels = present[np.linspace(0, len(present) - 1, num_shown).astype(int)]
     rows = []
-    for label in chosen.tolist():
+    for label in shown_labels.tolist():
         positions = np.flatnonzero(labels == label)
         name = "no label" if label == NO_LABEL else f"{label} {manifest.classes[label]}"
         shown = table.take(positions[:PER_CLASS]).to_pylist()

@@ -156,7 +156,7 @@ def _differences(
             current = getattr(settings, name, value)
             if _in_evaluation(current) == _in_evaluation(value):
                 continue
-            # What a format leaves out is a guess from its convention.
+            # A value that the format does not state is a guess from its convention.
             verb = "probably expect" if weights.assumes(name) else "expect"
             yield (
                 f"these weights {verb} {section}.{name}={_listed(value)}; "

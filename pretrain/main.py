@@ -13,7 +13,7 @@ import sys
 try:
     from pretrain.run import PretrainRun
     from vitscale.config.command_line import load_command
-    from vitscale.distributed.processes import run_rank_script
+    from vitscale.distributed.processes import quick_imports, run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -21,7 +21,8 @@ except ModuleNotFoundError as error:
 
 def train(run: PretrainRun) -> None:
     # Imported late: torch and deepspeed take seconds, and a wrong configuration fails before them.
-    from vitscale.training.session import open_session
+    with quick_imports():
+        from vitscale.training.session import open_session
 
     objective = run.make_objective()
     with open_session(run, objective) as session:
@@ -45,7 +46,8 @@ def main() -> None:
         ),
     )
     # Imported late: torch takes seconds. Started before threads.
-    from vitscale.data.loader import start_loader_server
+    with quick_imports():
+        from vitscale.data.loader import start_loader_server
 
     start_loader_server(command.run.data.num_workers)
     train(command.run)

@@ -31,16 +31,16 @@ TRAIN = "train"
 # An image is `length` bytes of `file` from `offset` on; its name is a key of shards, or a path.
 # `original` is the hash of its bytes in the source, which may have been converted.
 IMAGES = pa.schema(
-    [
-        ("name", pa.string()),
-        ("path", pa.string()),
-        ("class", pa.string()),
-        ("blake3", pa.binary(32)),
-        ("original", pa.binary(32)),
-        ("file", pa.dictionary(pa.int32(), pa.binary())),
-        ("offset", pa.int64()),
-        ("length", pa.int64()),
-    ]
+    {
+        "name": "string",
+        "path": "string",
+        "class": "string",
+        "blake3": pa.binary(32),
+        "original": pa.binary(32),
+        "file": pa.dictionary(pa.int32(), pa.binary()),
+        "offset": "int64",
+        "length": "int64",
+    }
 )
 
 
@@ -59,10 +59,11 @@ def list_images(folder: Path) -> pa.Table:
         raise UserError("no such folder", where=str(folder))
     below = files_below(folder, follow_links=True)
     files = sorted(path for path in below if is_image_name(os.path.basename(path)))
+    rows = []
     try:
-        digests = [bytes.fromhex(blake3_of_file(file)) for file in files]
-        rows = [
-            {
+        for file in files:
+            digest = bytes.fromhex(blake3_of_file(file))
+            row = {
                 "name": printable(file),
                 "blake3": digest,
                 "original": digest,
@@ -70,8 +71,7 @@ def list_images(folder: Path) -> pa.Table:
                 "offset": 0,
                 "length": os.path.getsize(file),
             }
-            for file, digest in zip(files, digests, strict=True)
-        ]
+            rows.append(row)
     except OSError as error:
         where = printable(str(error.filename or folder))
         raise UserError(f"cannot be read ({error.strerror})", where=where) from None
@@ -87,8 +87,10 @@ def list_samples(folder: Path) -> pa.Table:
 
     Path, class and hash in the source are those of the ledger. Raises UserError.
     """
-    columns = ["split", "key", "blake3", "shard", "offset", "length"]
-    table = pq.read_table(folder / INDEX_NAME, columns=columns)
+    table = pq.read_table(
+        folder / INDEX_NAME,
+        columns=["split", "key", "blake3", "shard", "offset", "length"],
+    )
     in_train = pc.equal(table["split"].cast(pa.string()), TRAIN).to_numpy()
     table = table.take(np.argsort(in_train, kind="stable")).combine_chunks()
     shards = table["shard"].cast(pa.string()).combine_chunks().dictionary_encode()
@@ -96,11 +98,15 @@ def list_samples(folder: Path) -> pa.Table:
     files = pa.DictionaryArray.from_arrays(
         shards.indices, pa.array(map(os.fsencode, tars))
     )
-    columns = ["split", "key", "path", "class", "blake3"]
-    ledger = pq.read_table(folder / LEDGER_NAME, columns=columns)
+
+    # The row of the ledger of each sample.
+    ledger = pq.read_table(
+        folder / LEDGER_NAME, columns=["split", "key", "path", "class", "blake3"]
+    )
     ledger = ledger.filter(pc.is_valid(ledger["key"])).combine_chunks()
-    ours = pc.index_in(_sample_names(table), value_set=_sample_names(ledger))
-    ledger = ledger.take(ours)
+    ledger = ledger.take(
+        pc.index_in(_sample_names(table), value_set=_sample_names(ledger))
+    )
     made = {
         "name": table["key"],
         "path": ledger["path"],
@@ -146,5 +152,7 @@ def image_of(row: Mapping[str, Any]) -> bytes:
     try:
         return read_shard(file, offset=row["offset"], num_bytes=row["length"])
     except OSError as error:
-        what = f"cannot be read ({error.strerror or error})"
-        raise UserError(what, where=printable(str(file))) from None
+        where = printable(str(file))
+        raise UserError(
+            f"cannot be read ({error.strerror or error})", where=where
+        ) from None

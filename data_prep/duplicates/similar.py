@@ -50,12 +50,15 @@ SETTLED = 0.9999
 
 def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
     """Return descriptors of encoded images, blank if undecodable, and how many are that."""
-    pictures = [grey_picture(content, side=SIDE_PX) for content in contents]
-    blank = np.zeros((SIDE_PX, SIDE_PX), np.uint8)
-    found = [blank if picture is None else picture.pixels for picture in pictures]
-    return picture_descriptors(np.array(found)), sum(
-        picture is None for picture in pictures
-    )
+    pictures = np.zeros((len(contents), SIDE_PX, SIDE_PX), np.uint8)
+    num_lost = 0
+    for number, content in enumerate(contents):
+        picture = grey_picture(content, side=SIDE_PX)
+        if picture is None:
+            num_lost += 1
+        else:
+            pictures[number] = picture.pixels
+    return picture_descriptors(pictures), num_lost
 
 
 def picture_descriptors(pictures: np.ndarray) -> np.ndarray:
@@ -126,8 +129,8 @@ def correlation(left: np.ndarray, right: np.ndarray, *, mirrored: bool) -> np.nd
     if mirrored:
         a *= signs
     norms = np.square(a).sum(axis=1) * np.square(b).sum(axis=1)
-    found: np.ndarray = (a * b).sum(axis=1) / np.sqrt(np.maximum(norms, 1))
-    return found
+    alike: np.ndarray = (a * b).sum(axis=1) / np.sqrt(np.maximum(norms, 1))
+    return alike
 
 
 def first_equal(rows: np.ndarray) -> np.ndarray:
@@ -135,8 +138,8 @@ def first_equal(rows: np.ndarray) -> np.ndarray:
     num_bytes = rows.itemsize * rows.shape[1]
     contents = np.ascontiguousarray(rows).view(f"V{num_bytes}").ravel()
     _, first, codes = np.unique(contents, return_index=True, return_inverse=True)
-    found: np.ndarray = first[codes]
-    return found
+    first_of: np.ndarray = first[codes]
+    return first_of
 
 
 def nearest_similar(descriptors: np.ndarray) -> np.ndarray:
@@ -145,13 +148,12 @@ def nearest_similar(descriptors: np.ndarray) -> np.ndarray:
     Equal descriptors match the first of them; it alone is compared with others. Images without
     contrast match nothing.
     """
-    found = first_equal(descriptors)
-    own = np.arange(len(descriptors))
-    blank = ~has_contrast(descriptors)
-    found[blank] = own[blank]
-    distinct = np.flatnonzero((found == own) & ~blank)
-    found[distinct] = distinct[_nearest(descriptors[distinct])]
-    return found
+    positions = np.arange(len(descriptors))
+    is_clear = has_contrast(descriptors)
+    nearest = np.where(is_clear, first_equal(descriptors), positions)
+    distinct = np.flatnonzero((nearest == positions) & is_clear)
+    nearest[distinct] = distinct[_nearest(descriptors[distinct])]
+    return nearest
 
 
 def _nearest(descriptors: np.ndarray) -> np.ndarray:
@@ -159,26 +161,32 @@ def _nearest(descriptors: np.ndarray) -> np.ndarray:
     num = len(descriptors)
     nearest = np.arange(num)
     best = np.full(num, MIN_CORRELATION)
+
+    # The direct keys of all images, sorted, and the image of each.
     batches = [slice(start, start + BATCH_ROWS) for start in range(0, num, BATCH_ROWS)]
     keys = [keys_of(descriptors[rows])[0].ravel() for rows in batches]
     table = np.concatenate([np.zeros(0, np.uint32), *keys])
     owners = np.argsort(table, kind="stable")
     table = table[owners]
     owners //= NUM_KEYS
+
+    # Every pair that shares a key comes up: from its direct key, or from a mirrored one.
     for rows in batches:
         for side, probes in enumerate(keys_of(descriptors[rows])):
             for probe, entry in _equal_keys(table, probes.ravel()):
-                a = owners[entry]
-                b = rows.start + probe // NUM_KEYS
-                later = np.maximum(a, b)
-                earlier = np.minimum(a, b)
+                image = rows.start + probe // NUM_KEYS
+                later = np.maximum(image, owners[entry])
+                earlier = np.minimum(image, owners[entry])
+
+                # A pair can share several keys: each is compared once.
                 is_open = (earlier < later) & (best[later] < SETTLED)
                 pairs = np.unique(later[is_open] * num + earlier[is_open])
                 later, earlier = np.divmod(pairs, num)
                 alike = correlation(
                     descriptors[later], descriptors[earlier], mirrored=side == 1
                 )
-                # The largest of an image is stored last.
+
+                # The largest of an image is stored last, and so stays.
                 order = np.argsort(alike, kind="stable")
                 order = order[alike[order] >= best[later[order]]]
                 nearest[later[order]] = earlier[order]

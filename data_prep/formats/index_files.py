@@ -26,6 +26,7 @@ from vitscale.data.index import (
     INDEX_NAME,
     MANIFEST_NAME,
     Manifest,
+    ShardEntry,
     SplitEntry,
     label_map_sha256,
     location_of_tars,
@@ -33,28 +34,29 @@ from vitscale.data.index import (
 from vitscale.data.remote import Location, is_url, location_of
 from vitscale.distributed.atomic_files import atomic_file, write_json, write_text
 
-INFO_NAME, CARD_NAME = "_info.json", "README.md"
+INFO_NAME = "_info.json"
+CARD_NAME = "README.md"
 _NAMES = pa.dictionary(pa.int32(), pa.string())
 INDEX_SCHEMA = pa.schema(
-    [
-        ("key", pa.string()),
-        ("split", _NAMES),
-        ("shard", _NAMES),
-        ("offset", pa.int64()),
-        ("length", pa.int64()),
-        ("format", _NAMES),
-        ("label", pa.int32()),
-        ("width", pa.int32()),
-        ("height", pa.int32()),
-        ("blake3", pa.binary(32)),
-    ]
+    {
+        "key": "string",
+        "split": _NAMES,
+        "shard": _NAMES,
+        "offset": "int64",
+        "length": "int64",
+        "format": _NAMES,
+        "label": "int32",
+        "width": "int32",
+        "height": "int32",
+        "blake3": pa.binary(32),
+    }
 )
 
 # The same without dictionaries.
 TEXT_SCHEMA = pa.schema(
     [
-        (name, pa.string() if kind == _NAMES else kind)
-        for name, kind in zip(INDEX_SCHEMA.names, INDEX_SCHEMA.types, strict=True)
+        (field.name, "string" if field.type == _NAMES else field.type)
+        for field in INDEX_SCHEMA
     ]
 )
 # Up to these numbers of images, `training_command` takes a small model, and DeiT's recipe.
@@ -172,14 +174,20 @@ def folder_of_tars(folder: Path, manifest: Manifest) -> Path:
     return local_folder(location_of_tars(folder, manifest), where=where)
 
 
+def shards_of(manifest: Manifest) -> list[ShardEntry]:
+    """Return the tars of all splits, in the order of the index."""
+    return [shard for entry in manifest.splits.values() for shard in entry.shards]
+
+
 def tar_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[Path]:
     """Return the tars that an index names. Raises UserError for one that the manifest lacks."""
     root = folder_of_tars(folder, manifest)
-    known = {shard.name for entry in manifest.splits.values() for shard in entry.shards}
+    known = {shard.name for shard in shards_of(manifest)}
     for name in (name for name in names if name not in known):
-        what = f"names the tar {name!r}, which {MANIFEST_NAME} does not have"
         raise UserError(
-            what, where=str(folder / INDEX_NAME), next_step="make the shards again"
+            f"names the tar {name!r}, which {MANIFEST_NAME} does not have",
+            where=str(folder / INDEX_NAME),
+            next_step="make the shards again",
         )
     return [root / name for name in names]
 
@@ -189,9 +197,12 @@ def local_folder(place: Location | str, *, where: str) -> Path:
     place = location_of(place, where=where)
     if isinstance(place, Path):
         return place
-    what = f"{place} is a URL, and only local folders can be read here"
-    step = "download the folder; if it has tars alone, index them with vitscale prepare index"
-    raise UserError(what, where=where, next_step=step)
+    raise UserError(
+        f"{place} is a URL, and only local folders can be read here",
+        where=where,
+        next_step="download the folder; if it has tars alone, index them with vitscale prepare "
+        "index",
+    )
 
 
 def training_command(folder: Path, manifest: Manifest, *, gpus: int) -> str:
@@ -202,9 +213,11 @@ def training_command(folder: Path, manifest: Manifest, *, gpus: int) -> str:
     num = sum(entry.num_samples for entry in manifest.splits.values())
     settings = [f"model.num_classes={len(manifest.classes)}"]
     if not manifest.classes:
-        config, settings = "mae/b16", ["'evaluate=[]'"]
+        config = "mae/b16"
+        settings = ["'evaluate=[]'"]
     elif num <= SMALL_SAMPLES:
-        config, gpus = "digits/pretrain", gpus or 2
+        config = "digits/pretrain"
+        gpus = gpus or 2
         # The epochs of the file could be fewer steps than its warm-up.
         settings = ["name=pretrain", "schedule.epochs=null", "schedule.steps=1000"]
     else:
@@ -217,7 +230,7 @@ def training_command(folder: Path, manifest: Manifest, *, gpus: int) -> str:
     places = [
         f"data.path={quote(str(folder))}",
         *settings,
-        f"data.val_split={val_split}",
+        f"data.val_split={quote(val_split)}",
     ]
     if is_url(manifest.shards_root):
         places.append("data.remote.cache_path=FOLDER")

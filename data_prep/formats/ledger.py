@@ -54,16 +54,16 @@ BAD = frozenset(SOURCE_FAULTS) | frozenset(FAULTS)
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 LEDGER_SCHEMA = pa.schema(
-    [
-        ("path", pa.string()),
-        ("split", _TEXT),
-        ("class", _TEXT),
-        ("status", _TEXT),
-        ("reason", _TEXT),
-        ("detail", pa.string()),
-        ("key", pa.string()),
-        ("blake3", pa.binary(32)),
-    ]
+    {
+        "path": "string",
+        "split": _TEXT,
+        "class": _TEXT,
+        "status": _TEXT,
+        "reason": _TEXT,
+        "detail": "string",
+        "key": "string",
+        "blake3": pa.binary(32),
+    }
 )
 
 
@@ -80,15 +80,13 @@ class Outcomes:
         reasons = rows["reason"].cast(pa.string())
         self.num_rows += len(rows)
         self.num_kept += reasons.null_count
-        for reason, num in zip(
-            *pc.value_counts(reasons.drop_null()).flatten(), strict=True
-        ):
-            name = reason.as_py()
-            self.reasons[name] += num.as_py()
-            shown = self.examples.setdefault(name, [])
-            if (missing := EXAMPLES_PER_REASON - len(shown)) > 0:
-                found = pc.indices_nonzero(pc.equal(reasons, reason))[:missing]
-                shown += rows["path"].take(found).to_pylist()
+        for group in reasons.drop_null().value_counts().to_pylist():
+            reason = group["values"]
+            self.reasons[reason] += group["counts"]
+            shown = self.examples.setdefault(reason, [])
+            num_missing = EXAMPLES_PER_REASON - len(shown)
+            positions = pc.indices_nonzero(pc.equal(reasons, reason))[:num_missing]
+            shown += rows["path"].take(positions).to_pylist()
 
     def as_json(self) -> dict[str, Any]:
         return vars(self) | {"reasons": dict(self.reasons)}
@@ -136,13 +134,16 @@ class Outcomes:
 
 def describe_inputs(inputs: Mapping[str, Any]) -> str:
     """Describe the totals of a ledger, as a manifest has them."""
-    found = Outcomes()
-    vars(found).update(inputs)
-    repaired = f" ({found.num_repaired:,} repaired)" if found.num_repaired else ""
-    num_rejected = found.num_rows - found.num_kept
-    text = f"{found.num_rows:,} inputs = {found.num_kept:,} kept{repaired}"
+    sums = Outcomes()
+    vars(sums).update(inputs)
+    num_rejected = sums.num_rows - sums.num_kept
+    text = f"{sums.num_rows:,} inputs = {sums.num_kept:,} kept"
+    if sums.num_repaired:
+        text += f" ({sums.num_repaired:,} repaired)"
     text += f" + {num_rejected:,} rejected"
-    return f"{text}\n{found.describe()}" if num_rejected else text
+    if num_rejected:
+        text += f"\n{sums.describe()}"
+    return text
 
 
 def write_ledger(folder: Path, tables: Iterable[pa.Table]) -> Outcomes:

@@ -65,7 +65,8 @@ OTHER_BRANDS = (
     b"ftypmif1",
     b"jP  \r\n\x87\n",
 )
-PNG_DEPTH, PNG_END = 24, b"\0\0\0\0IEND\xaeB`\x82"
+PNG_DEPTH = 24
+PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 # Without one of these, Pillow would decode a whole PNG in search of its orientation.
 PNG_EXIF = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 # libjpeg's limit per side.
@@ -107,9 +108,9 @@ def check_image(
         _check(found, data, settings, converts=convert)
     except Rejected as reason:
         return CheckedImage(str(reason), found.input_hash)
-    found.content_hash = (
-        blake3(found.content).digest() if found.changes else found.input_hash
-    )
+    found.content_hash = found.input_hash
+    if found.changes:
+        found.content_hash = blake3(found.content).digest()
     return found
 
 
@@ -121,6 +122,8 @@ def _check(
         raise Rejected("empty")
     if len(data) > MAX_FILE_BYTES:
         raise Rejected("too_large")
+
+    # The first bytes and the header reject before pixels are decoded, which costs most.
     is_packed = data.startswith(GZIP)
     found.content = _unpacked(data) if is_packed else data
     format = format_of(found.content)
@@ -133,13 +136,19 @@ def _check(
         raise Rejected("too_small")
     if not converts and image.mode.startswith("I"):
         raise Rejected("deep_grey")
-    changes, turn = list[str](), UPRIGHT
+
+    # What must change to make the image plain.
+    changes: list[str] = []
+    turn = UPRIGHT
     if converts:
         if format != "PNG" or any(mark in found.content for mark in PNG_EXIF):
             turn = orientation(image)
         changes = _changes(image, found.content, turn, short_side=settings.short_side)
-    found.extension, (found.width, found.height) = SUFFIXES[format], image.size
+    found.extension = SUFFIXES[format]
+    found.width, found.height = image.size
     found.changes = ",".join(["gzip"] * is_packed + changes) or None
+
+    # Only decoding finds damage between the header and the end.
     try:
         if settings.check == "strict" and format == "JPEG":
             decode_strictly(found.content)
@@ -232,26 +241,31 @@ def _convert(
     found: CheckedImage, file: ImageFile, turn: int, short_side: int | None
 ) -> None:
     """Replace content, format and size. Raises what Pillow raises."""
-    data, size = found.content, file.size
-    is_lossy = file.format != "PNG" and not (
-        file.format == "WEBP" and b"VP8L" in data[:4096]
-    )
+    size = file.size
+    is_lossless_webp = file.format == "WEBP" and b"VP8L" in found.content[:4096]
+    is_lossy = file.format != "PNG" and not is_lossless_webp
     if short_side is not None:
         short = min(size)
         width, height = ((side * short_side + short // 2) // short for side in size)
-        size = width, height
+        size = (width, height)
         # Decodes a JPEG at 1/2, 1/4 or 1/8 if the result has at least twice the size wanted.
-        file.draft(file.mode, (2 * size[0], 2 * size[1]))
+        file.draft(file.mode, (2 * width, 2 * height))
     image = plain(file)
     if size != image.size:
         image = image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
     image = upright(image, turn)
     image.info = {}  # only pixels: no profile, text, resolution or rotation
-    format, options, encoded = "PNG", {}, io.BytesIO()
+
+    # A picture that is lossy already, or is made smaller, need not be stored exactly.
+    format = "PNG"
+    options: dict[str, int] = {}
     if (is_lossy or short_side is not None) and max(image.size) <= JPEG_MAX_SIDE:
-        format, options = "JPEG", {"quality": JPEG_QUALITY, "subsampling": 0}
+        format = "JPEG"
+        options = {"quality": JPEG_QUALITY, "subsampling": 0}
+    encoded = io.BytesIO()
     image.save(encoded, format, **options)
-    found.content, found.extension = encoded.getvalue(), SUFFIXES[format]
+    found.content = encoded.getvalue()
+    found.extension = SUFFIXES[format]
     found.width, found.height = image.size
 
 

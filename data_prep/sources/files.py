@@ -48,9 +48,11 @@ def split_places(settings: SourceSettings, *, kind: str) -> dict[str, str]:
         return {"train": top.name}
     if not settings.splits:
         return {"train": ""}
+
     places: dict[str, str] = {}
     for split, path in settings.splits.items():
-        path, where = os.path.normpath(path), key_of(split, settings)
+        path = os.path.normpath(path)
+        where = key_of(split, settings)
         full = top / path
         if os.path.isabs(path) or path.split("/")[0] == "..":
             raise UserError(f"{str(full)!r} is outside source.path", where=where)
@@ -58,12 +60,15 @@ def split_places(settings: SourceSettings, *, kind: str) -> dict[str, str]:
         if not (full.is_dir() or (may_be_file and (full.is_file() or is_pattern))):
             raise UserError(f"{str(full)!r}: no such {kind}", where=where)
         for other, other_path in places.items():
-            a, b = full.resolve(), (top / other_path).resolve()
-            if a.is_relative_to(b) or b.is_relative_to(
-                a
-            ):  # it would store an image twice
-                what = f"two splits share files ({other} and {split})"
-                raise UserError(what, where="source.splits", allowed="separate folders")
+            # One inside the other would store an image twice.
+            real = full.resolve()
+            other_real = (top / other_path).resolve()
+            if real.is_relative_to(other_real) or other_real.is_relative_to(real):
+                raise UserError(
+                    f"two splits share files ({other} and {split})",
+                    where="source.splits",
+                    allowed="separate folders",
+                )
         places[split] = "" if path == "." else path
     return places
 
@@ -75,9 +80,11 @@ def file_containers(
 
     kind: what such files are called in messages, plural. Raises UserError.
     """
-    root, found = source_root(settings), []
+    root = source_root(settings)
+    containers = []
     for split, path in split_places(settings, kind="file or folder").items():
-        full, where = root / path, key_of(split, settings)
+        full = root / path
+        where = key_of(split, settings)
         is_folder = full.is_dir()
         folder = path if is_folder else os.path.dirname(path)
         with os.scandir(root / folder) as entries:
@@ -85,6 +92,8 @@ def file_containers(
         names = {
             entry.name for entry in shown if is_wanted(entry.name) and entry.is_file()
         }
+
+        # A folder stands for all its files, a pattern for those that it names.
         missing = set[str]()
         if is_folder:
             _refuse_deeper_files(full, is_wanted, kind=kind, where=where)
@@ -95,28 +104,34 @@ def file_containers(
         if not names:
             raise UserError(f"{printable(str(full))!r}: no {kind}", where=where)
         if missing:
-            what = f"has no {min(missing)!r}, which the pattern names"
-            advice = "get the missing files, or correct the pattern"
-            raise UserError(what, where=where, next_step=advice)
+            raise UserError(
+                f"has no {min(missing)!r}, which the pattern names",
+                where=where,
+                next_step="get the missing files, or correct the pattern",
+            )
+
+        # The names of the files may tell splits apart.
         by_name = {}
         if is_folder and not settings.splits:
             by_name = splits_of_files(names, are_classes=settings.kind == "class_tars")
         for name in sorted(names, key=os.fsencode):
-            found.append(
-                Container(os.path.join(folder, name), by_name.get(name, split))
-            )
+            file = os.path.join(folder, name)
+            containers.append(Container(file, by_name.get(name, split)))
+
+    # A file with two names would be stored twice.
     first = dict[str, Container]()
-    for box in found:
+    for box in containers:
         other = first.setdefault(os.path.realpath(root / box.path), box)
         if other is not box:
-            two = (
-                "two splits share files"
-                if other.split != box.split
-                else "one file has two names"
+            problem = "one file has two names"
+            if other.split != box.split:
+                problem = "two splits share files"
+            raise UserError(
+                f"{problem}: {printable(other.path)!r} and {printable(box.path)!r}",
+                where="source.path",
+                allowed="separate files",
             )
-            what = f"{two}: {printable(other.path)!r} and {printable(box.path)!r}"
-            raise UserError(what, where="source.path", allowed="separate files")
-    return found
+    return containers
 
 
 def _refuse_deeper_files(
@@ -146,6 +161,11 @@ def stem_and_suffix(name: str) -> tuple[str, str]:
     """`a.b.JPG` -> (`a.b`, `JPG`); without a dot the suffix is empty."""
     stem, dot, suffix = name.rpartition(".")
     return (stem, suffix) if dot else (name, "")
+
+
+def member_path(name: str) -> str:
+    """Remove `./`, `//`, and slashes at either end of a member's name."""
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
 def is_image_name(name: str) -> bool:

@@ -51,19 +51,26 @@ class ImageFolder(Source):
     has_label_values = False
 
     def containers(self) -> list[Container]:
-        found: list[Container] = []
+        # Where the settings name no splits, the names of the folders may.
+        settings = self.settings
+        places = split_places(settings, kind="folder")
+        if not settings.splits:
+            splits = splits_of_folders(self.root)
+            if splits:
+                named = settings.model_copy(update={"splits": splits})
+                places = split_places(named, kind="folder")
+
+        containers: list[Container] = []
         used_lines = set[int]()
-        places = split_places(self.settings, kind="folder")
-        if not self.settings.splits and (splits := splits_of_folders(self.root)):
-            named = self.settings.model_copy(update={"splits": splits})
-            places = split_places(named, kind="folder")
         for split, path in places.items():
             if self.labels.values == "none":
-                found += self._unlabelled(path, split)
+                containers += self._unlabelled(path, split)
                 continue
+
+            # Only a list can say the classes of images that lie in one folder.
             folder = self.root / path
             names = folders_in(folder)
-            if self.settings.val_labels is not None and not names:
+            if settings.val_labels is not None and not names:
                 _, others = self._listed_classes(folder, used_lines)
                 if others:
                     print(
@@ -74,34 +81,36 @@ class ImageFolder(Source):
                 num = len(_images_in(folder))
                 raise UserError(
                     f"{str(folder)!r} has no class folders, but {num} image files",
-                    where=key_of(split, self.settings),
+                    where=key_of(split, settings),
                     allowed="one sub-folder of images per class",
                     next_step="set source.val_labels to a list of their classes, or leave the "
                     "folder out by source.splits; for shards without labels: labels.values=none",
                 )
-            found.append(Container(path or ".", split))
+            containers.append(Container(path or ".", split))
             for name in names:
-                found.append(
-                    Container(os.path.join(path, name), split, printable(name))
-                )
-        return found
+                class_path = os.path.join(path, name)
+                containers.append(Container(class_path, split, printable(name)))
+        return containers
 
     def _unlabelled(self, top: str, split: str) -> list[Container]:
         """Divide a split among the processes that list it, from its folder downwards."""
-        divided, folders = list[str](), [top]
+        base = top or "."
+        containers: list[Container] = []
+        folders = [top]
         while folders and len(folders) < UNLABELLED_FOLDERS:
-            divided += folders
+            # These are too few to share: their files are one unit, each folder inside another.
+            containers += [
+                Container(folder or ".", split, NO_CLASS, base=base, only_files=True)
+                for folder in folders
+            ]
             folders = [
                 os.path.join(folder, name)
                 for folder in folders
                 for name in self._inside(folder)
             ]
-        base = top or "."
-        found = [
-            Container(each or ".", split, NO_CLASS, base=base, only_files=True)
-            for each in divided
+        return containers + [
+            Container(folder, split, NO_CLASS, base=base) for folder in folders
         ]
-        return found + [Container(each, split, NO_CLASS, base=base) for each in folders]
 
     def _inside(self, folder: str) -> list[str]:
         """Names of the visible sub-folders that are no links; none of a closed folder."""
@@ -116,15 +125,12 @@ class ImageFolder(Source):
         Links to files are followed, and the container itself may be a link; a link to a folder
         below it is one row, so that no walk can go in circles.
         """
-        split, class_name, classes = (
-            container.split,
-            container.class_name,
-            dict[str, str](),
-        )
+        class_name = container.class_name
+        listed_classes: dict[str, str] = {}
         if self.settings.val_labels is not None and class_name is None:
             top = self.root / container.path
             if not folders_in(top):
-                classes, _ = self._listed_classes(top, set())
+                listed_classes, _ = self._listed_classes(top, set())
 
         # Where the name of an input begins in its path.
         base = container.base or container.path
@@ -135,15 +141,16 @@ class ImageFolder(Source):
         folders = [("" if container.path == "." else container.path, False)]
         while folders:
             folder, below_hidden = folders.pop()
-            splits = set[str | None]()
             try:
-                with os.scandir(self.root / folder) as listed:
-                    entries = list(listed)
+                with os.scandir(self.root / folder) as listing:
+                    entries = list(listing)
             except OSError as error:
-                yield Input(
-                    folder, split, class_name, folder[start:], 0, _fault(error, folder)
-                )
+                reason = _fault(error, folder)
+                name = folder[start:]
+                yield Input(folder, container.split, class_name, name, 0, reason)
                 continue
+
+            splits = set[str | None]()
             for entry in entries:
                 path = f"{folder}/{entry.name}" if folder else entry.name
                 hidden = below_hidden or is_hidden(entry.name)
@@ -155,11 +162,13 @@ class ImageFolder(Source):
                 if class_name is None and not hidden and is_folder(entry):
                     continue  # a linked class folder
                 item = _input_of(entry, path, container, start=start, hidden=hidden)
-                if item.reason == "no_class" and entry.name in classes:
-                    item.class_name, item.reason = classes[entry.name], None
+                if item.reason == "no_class" and entry.name in listed_classes:
+                    item.class_name = listed_classes[entry.name]
+                    item.reason = None
                 yield item
 
-            # Not where the classes or splits themselves are.
+            # Splits inside a class may be a corpus of their own, unlike the folders of splits or
+            # classes themselves.
             is_inside = class_name is not None and (folder or ".") != container.base
             are_splits = "train" in splits and splits & {"val", "test"}
             if is_inside and are_splits and not (below_hidden or self.settings.splits):
@@ -181,65 +190,68 @@ class ImageFolder(Source):
         """
         file = self.settings.val_labels or ""
         names = _images_in(folder)
-        file_of = {
+
+        # A list may name an image with its suffix or without, alone or through this folder.
+        image_of = {
             form: name for name in names for form in (name, stem_and_suffix(name)[0])
-        }
-        tables = {
-            separator: read_cells(file, separator, where=VAL_LABELS)
-            for separator in SEPARATORS
         }
 
         def image_at(path: str) -> str | None:
-            """A path without folders, or through this one."""
-            return file_of.get(f"/{path}".rpartition(f"/{folder.name}/")[2].lstrip("/"))
+            inside = f"/{path}".rpartition(f"/{folder.name}/")[2]
+            return image_of.get(inside.lstrip("/"))
 
-        # The separator by which most lines begin with the name of an image.
+        # The separator is the one by which most lines begin with the name of an image.
         def num_known(separator: str) -> int:
-            return sum(
-                len(row) > 1 and image_at(row[0]) is not None
-                for _, row in tables[separator]
-            )
+            rows = read_cells(file, separator, where=VAL_LABELS)
+            return sum(len(row) > 1 and image_at(row[0]) is not None for _, row in rows)
 
-        separator = max(tables, key=num_known)
-        rows = tables[separator]
+        separator = max(SEPARATORS, key=num_known)
+        rows = read_cells(file, separator, where=VAL_LABELS)
         if not num_known(separator):
             rows = _rows_in_order(file, names, folder=folder)
         elif separator == " ":
             rows = [(number, [row[0], " ".join(row[1:])]) for number, row in rows]
-        width = Counter(len(row) for _, row in rows).most_common(1)[0][0]
-        titles = {title: number for number, title in enumerate(rows[0][1])}
+
+        # The first line may have titles. Kaggle's list of ILSVRC's val is known by one of them: it
+        # gives a class with the boxes of its objects.
+        header = rows[0][1]
+        titles = {title: number for number, title in enumerate(header)}
+        has_title = self.settings.label in titles
         column = titles.get(self.settings.label, 1)
-        # Kaggle's list of ILSVRC's val gives a class with the boxes of its objects.
-        with_boxes = "PredictionString" in titles
-        classes = dict[str, str]()
-        lines = dict[str, int]()
+        has_boxes = "PredictionString" in titles
+
+        width = Counter(len(row) for _, row in rows).most_common(1)[0][0]
+        classes: dict[str, str] = {}
+        lines: dict[str, int] = {}
         others = []
         for number, row in rows:
             problem = ""
             name = image_at(row[0])
             if len(row) != width:
-                problem = f"{len(row)} values instead of {width}; "
-                problem += f"quote a class that has a {separator!r}"
+                problem = (
+                    f"{len(row)} values instead of {width}; "
+                    f"quote a class that has a {separator!r}"
+                )
             elif name is None:
                 others.append(row[0])
             elif number in used_lines:
                 problem = "fits an image of another split, too; write names with folders: val/NAME"
-            elif self.settings.label not in titles and not CLASS_IS_SECOND.match(
-                "\n".join(row)
-            ):
+            elif not has_title and not CLASS_IS_SECOND.match("\n".join(row)):
                 problem = "which of these is the class? Line 1 has no title equal to source.label"
             else:
-                class_name = row[column].split(" ")[0] if with_boxes else row[column]
+                class_name = row[column]
+                if has_boxes:
+                    class_name = class_name.split(" ")[0]
                 if classes.setdefault(name, class_name) != class_name:
                     problem = f"{name!r} has another class than in line {lines[name]}"
                 lines.setdefault(name, number)
             if problem:
                 raise UserError(f"{file}:{number}: {problem}", where=VAL_LABELS)
 
+        # Titles are no image that is missing.
         used_lines.update(lines.values())
-        header = rows[0][1][0]
-        if header in others and not is_image_name(header):
-            others.remove(header)
+        if header[0] in others and not is_image_name(header[0]):
+            others.remove(header[0])
         return classes, others
 
 
@@ -298,11 +310,12 @@ def _rows_in_order(
         )
     for first, by_number in zip(names, sorted(names, key=_natural), strict=True):
         if first != by_number:
-            what = (
+            raise UserError(
                 f"{file!r} has classes alone, but the images have no certain order: sorted as text "
-                f"{first!r} is before {by_number!r}, sorted by number it is after it"
+                f"{first!r} is before {by_number!r}, sorted by number it is after it",
+                where=VAL_LABELS,
+                allowed=allowed,
             )
-            raise UserError(what, where=VAL_LABELS, allowed=allowed)
     return [
         (line, [name, *row]) for name, (line, row) in zip(names, classes, strict=True)
     ]

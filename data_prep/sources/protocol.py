@@ -30,16 +30,19 @@ NO_CLASS = ""
 # that does not answer, no memory, no file handles, an expired key.
 FILE_FAULTS = frozenset(
     {
-        *(errno.EIO, *DATA_LOSS_ERRNOS),
-        *(errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
-        *(
-            errno.ENOENT,
-            errno.ENOTDIR,
-            errno.ENXIO,
-            errno.EOVERFLOW,
-            errno.EPERM,
-            errno.ESPIPE,
-        ),
+        *DATA_LOSS_ERRNOS,
+        errno.EIO,
+        errno.EACCES,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.ENXIO,
+        errno.EOVERFLOW,
+        errno.EPERM,
+        errno.ESPIPE,
     }
 )
 
@@ -113,11 +116,8 @@ class Source(ABC):
 
     def labelled(self, item: Input) -> Input:
         """Reject an input without a label."""
-        if (
-            item.reason is None
-            and item.class_name is None
-            and self.labels.values != "none"
-        ):
+        needs_label = item.class_name is None and self.labels.values != "none"
+        if item.reason is None and needs_label:
             item.reason = "no_label"
         return item
 

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from data_prep.sources.files import file_containers, stem_and_suffix
+from data_prep.sources.files import file_containers, member_path, stem_and_suffix
 from data_prep.sources.protocol import (
     Container,
     Input,
@@ -33,7 +33,8 @@ from vitscale.data.split_names import SPLIT_OF_NAME
 from vitscale.runs.data_prep import SPLIT_NAMES, can_name_split
 
 # Rows that are read at a time: so many, or fewer, so that they cannot exceed so many bytes.
-PATH_ROWS, CELL_BYTES = 4096, 256 << 20
+PATH_ROWS = 4096
+CELL_BYTES = 256 << 20
 # Paths and labels repeat, and are packed much better than images.
 TEXT_EXPANSION = 1000
 DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -71,7 +72,9 @@ class ParquetImages(Source):
             )
 
     def inputs(self, container: Container) -> Iterator[Input]:
-        number, label, names = count(), self.settings.label, None
+        number = count()
+        label = self.settings.label
+        names = None
         with pq.ParquetFile(self.root / container.path) as table:
             columns = self._columns(table.schema_arrow, container.path)
             if self.labels.values != "index":
@@ -89,7 +92,8 @@ class ParquetImages(Source):
 
     def _columns(self, schema: pa.Schema, path: str) -> list[str]:
         """Columns to read. Raises UserError for missing columns and wrong types."""
-        image, label = self.settings.image_column, self.settings.label
+        image = self.settings.image_column
+        label = self.settings.label
         image_type = column_type(schema, image, path=path, key="source.image_column")
         columns = [image]
         if pa.types.is_struct(image_type):
@@ -99,9 +103,11 @@ class ParquetImages(Source):
             ]
             image_type = fields.get("bytes", pa.null())
         if image_type not in (pa.binary(), pa.large_binary()):
-            what = f"column {image!r} of {printable(path)!r} contains no bytes"
-            allowed = "binary, or a struct of bytes and path"
-            raise UserError(what, where="source.image_column", allowed=allowed)
+            raise UserError(
+                f"column {image!r} of {printable(path)!r} contains no bytes",
+                where="source.image_column",
+                allowed="binary, or a struct of bytes and path",
+            )
         if self.labels.values == "none":
             return columns
         label_type = column_type(schema, label, path=path, key="source.label")
@@ -109,9 +115,11 @@ class ParquetImages(Source):
             label_type = label_type.value_type
         is_text = label_type in (pa.string(), pa.large_string())
         if not is_text and not pa.types.is_integer(label_type):
-            what = f"column {label!r} of {printable(path)!r} has type {label_type}"
-            allowed = "a column of whole numbers or text"
-            raise UserError(what, where="source.label", allowed=allowed)
+            raise UserError(
+                f"column {label!r} of {printable(path)!r} has type {label_type}",
+                where="source.label",
+                allowed="a column of whole numbers or text",
+            )
         return [*columns, label]
 
     def _input(
@@ -121,18 +129,19 @@ class ParquetImages(Source):
         image: Mapping[str, Any],
         class_name: str | None,
     ) -> Input:
-        parts = [
-            part
-            for part in (image.get("path") or "").split("/")
-            if part not in ("", ".")
-        ]
-        name = stem_and_suffix("/".join(parts))[0]
+        name = stem_and_suffix(member_path(image.get("path") or ""))[0]
         if not name.strip("./"):
             name = f"{stem_and_suffix(os.path.basename(container.path))[0]}-{number}"
         data = image.get("bytes")
-        path, num_bytes = f"{container.path}/{number}", len(data or b"")
-        item = Input(path, container.split, class_name, name, num_bytes, data=data)
-        item.file = container.path
+        item = Input(
+            f"{container.path}/{number}",
+            container.split,
+            class_name,
+            name,
+            len(data or b""),
+            file=container.path,
+            data=data,
+        )
         if data is None:
             item.reason = "no_image"
         return self.labelled(item)
@@ -143,12 +152,11 @@ class PathTable(Source):
 
     def containers(self) -> list[Container]:
         if not self.settings.splits and Path(self.settings.path).expanduser().is_dir():
-            what = f"{self.settings.path!r} is not a table"
-            allowed = (
-                "a .csv, .tsv or .parquet file; or a folder, with a table per split in "
-            )
             raise UserError(
-                what, where="source.path", allowed=allowed + "source.splits"
+                f"{self.settings.path!r} is not a table",
+                where="source.path",
+                allowed="a .csv, .tsv or .parquet file; or a folder, with a table per split in "
+                "source.splits",
             )
         return file_containers(
             self.settings, _is_table, kind="tables (.csv, .tsv, .parquet)"
@@ -160,9 +168,10 @@ class PathTable(Source):
         except (pa.ArrowInvalid, UnicodeDecodeError) as error:
             if _is_parquet(container.path):
                 raise
-            what = f"{printable(container.path)!r} cannot be read: {error}"
             raise UserError(
-                what, where="source.path", allowed="a table in UTF-8"
+                f"{printable(container.path)!r} cannot be read: {error}",
+                where="source.path",
+                allowed="a table in UTF-8",
             ) from None
         number = count()
         with ThreadPoolExecutor(STAT_THREADS) as pool:
@@ -173,10 +182,8 @@ class PathTable(Source):
 
     def _read(self, path: str) -> pa.Table:
         """The columns needed, of the whole table."""
-        full, keys = (
-            self.root / path,
-            {"source.image_column": self.settings.image_column},
-        )
+        full = self.root / path
+        keys = {"source.image_column": self.settings.image_column}
         if self.labels.values != "none":
             keys["source.label"] = self.settings.label
         columns = dict.fromkeys(keys.values())
@@ -198,9 +205,8 @@ class PathTable(Source):
                 raise pa.ArrowInvalid("it is UTF-16, or has NUL bytes")
             delimiter = DELIMITERS[_suffix(path)]
             if b";" in header and delimiter.encode() not in header:
-                delimiter = (
-                    ";"  # as Excel writes .csv where a comma is the decimal point
-                )
+                # Excel writes .csv so where a comma is the decimal point.
+                delimiter = ";"
             parsing = pa.csv.ParseOptions(delimiter=delimiter)
             parsing.newlines_in_values = True
             converting = pa.csv.ConvertOptions(column_types=types)
@@ -208,6 +214,8 @@ class PathTable(Source):
                 full, parse_options=parsing, convert_options=converting
             )
             _refuse_swallowed_rows(table, delimiter)
+
+        # Only columns that are there can be chosen; a column of splits need not be.
         for key, name in keys.items():
             column_type(table.schema, name, path=path, key=key)
         if not self.settings.splits and SPLIT_COLUMN in table.column_names:
@@ -286,9 +294,11 @@ def _text(cell: object, column: str, *, row: str) -> object:
     try:
         return cell.decode()
     except UnicodeDecodeError:
-        what = f"{printable(row)}: column {column!r} is not UTF-8: {printable(cell)!r}"
-        step = 'save the table as UTF-8; in Excel as "CSV UTF-8"'
-        raise UserError(what, where="source.path", next_step=step) from None
+        raise UserError(
+            f"{printable(row)}: column {column!r} is not UTF-8: {printable(cell)!r}",
+            where="source.path",
+            next_step='save the table as UTF-8; in Excel as "CSV UTF-8"',
+        ) from None
 
 
 def _refuse_swallowed_rows(table: pa.Table, delimiter: str) -> None:
@@ -310,8 +320,11 @@ def _split_of(cells: Mapping[str, object], container: Container, *, row: str) ->
     split = str(cells[SPLIT_COLUMN] or "").strip()
     split = SPLIT_OF_NAME.get(split.lower(), split)
     if not can_name_split(split):
-        what = f"{printable(row)}: {split!r} cannot name a split"
-        raise UserError(what, where="source.path", allowed=SPLIT_NAMES)
+        raise UserError(
+            f"{printable(row)}: {split!r} cannot name a split",
+            where="source.path",
+            allowed=SPLIT_NAMES,
+        )
     return split
 
 
@@ -330,11 +343,11 @@ def _suffix(name: str) -> str:
 def column_type(schema: pa.Schema, name: str, *, path: str, key: str) -> pa.DataType:
     """Return the type of a column. Raises UserError if it is missing."""
     if schema.names.count(name) != 1:
-        what, allowed = (
+        raise UserError(
             f"{printable(path)!r} has no column {name!r}",
-            map(repr, schema.names[:20]),
+            where=key,
+            allowed=", ".join(map(repr, schema.names[:20])),
         )
-        raise UserError(what, where=key, allowed=", ".join(allowed))
     return schema.field(name).type
 
 

@@ -18,6 +18,7 @@ from data_prep.sources.files import (
     file_containers,
     is_image_name,
     is_tar_name,
+    member_path,
     name_reason,
     split_places,
     stem_and_suffix,
@@ -58,31 +59,41 @@ class ClassTars(Source):
 
     def _inner_tars(self, outer: Container) -> list[Container]:
         """Class tars in a tar. Raises UserError if there are none, or if it is damaged."""
-        path, split = outer.path, outer.split
+        path = outer.path
         found: dict[str, Container] = {}
         problem = "contains no tar files"
         with open(self.root / path, "rb") as file:
             try:
                 for tar in members(file):
-                    name = _normalized(tar.name)
+                    name = member_path(tar.name)
                     if not tar.is_file or not is_tar_name(name) or _is_hidden(name):
                         continue
                     if name in found:
                         raise TarDefect(f"it has {printable(name)!r} twice")
-                    place = (f"{path}/{tar.name}", split, _class_of(name))
-                    found[name] = Container(*place, path, tar.offset, tar.num_bytes)
+                    found[name] = Container(
+                        f"{path}/{tar.name}",
+                        outer.split,
+                        _class_of(name),
+                        path,
+                        tar.offset,
+                        tar.num_bytes,
+                    )
             except CompressedTar:
                 raise compressed_tar_error(path) from None
             except TarDefect as defect:
                 problem = f"cannot be read as a tar file to its end ({defect})"
                 found = {}
+
+        # Tars of one split lie beside each other.
         folders = {os.path.dirname(name) for name in found}
         if len(folders) > 1:
             problem = "has tars in several folders, which may be splits"
         if len(folders) != 1:
-            what = f"{printable(path)!r} {problem}"
-            allowed = "one tar of images per class, all in one folder"
-            raise UserError(what, where="source.path", allowed=allowed)
+            raise UserError(
+                f"{printable(path)!r} {problem}",
+                where="source.path",
+                allowed="one tar of images per class, all in one folder",
+            )
         return sorted(found.values(), key=lambda tar: os.fsencode(tar.path))
 
     def inputs(self, container: Container) -> Iterator[Input]:
@@ -94,7 +105,8 @@ class ClassTars(Source):
             for member in members(file, start=container.offset, end=end):
                 if member.is_folder:
                     continue
-                name, full = _normalized(member.name), f"{container.path}/{member.name}"
+                name = member_path(member.name)
+                full = f"{container.path}/{member.name}"
                 mode = stat.S_IFREG if member.is_file else 0
                 reason = name_reason(name, mode, hidden=_is_hidden(name))
                 if hash(name) in seen:
@@ -131,11 +143,6 @@ def _is_hidden(member: str) -> bool:
     return parts[-1].startswith(".") or not SYSTEM_FOLDERS.isdisjoint(parts)
 
 
-def _normalized(name: str) -> str:
-    """Remove `./`, `//`, and slashes at either end of a member's name."""
-    return "/".join(part for part in name.split("/") if part not in ("", "."))
-
-
 class WebDataset(Source):
     """Containers: every tar."""
 
@@ -164,12 +171,12 @@ class WebDataset(Source):
         with open(self.root / container.path, "rb") as file:
             modified_ns = os.fstat(file.fileno()).st_mtime_ns
             for member, name, label, reason in self._rows(file):
-                path, is_sample = (
-                    f"{container.path}/{member.name}",
-                    reason in (None, "no_image"),
-                )
+                path = f"{container.path}/{member.name}"
+                is_sample = reason in (None, "no_image")
                 if is_sample and hash(name) in seen:
-                    is_sample, label, reason = False, None, "duplicate_key"
+                    is_sample = False
+                    label = None
+                    reason = "duplicate_key"
                 if is_sample:
                     seen.add(hash(name))
                 else:
@@ -195,24 +202,24 @@ class WebDataset(Source):
 
         Raises TarDefect after what is before the damage.
         """
-        key, sample = (
-            "",
-            dict[str, Member](),
-        )  # suffix -> consecutive member with the same key
+        # Members with the same key follow each other: suffix -> member.
+        key = ""
+        sample: dict[str, Member] = {}
         defect = None
         try:
             for member in members(file):
                 if member.is_folder:
                     continue
-                parts = split_member_name(member.name) if member.is_file else None
-                if parts is None or _is_hidden(member.name):
-                    reason = "hidden" if _is_hidden(member.name) else "other_name"
-                    yield (
-                        member,
-                        member.name,
-                        None,
-                        reason if member.is_file else "not_a_file",
-                    )
+                parts = split_member_name(member.name)
+                reason = None
+                if not member.is_file:
+                    reason = "not_a_file"
+                elif _is_hidden(member.name):
+                    reason = "hidden"
+                elif parts is None:
+                    reason = "other_name"
+                if parts is None or reason is not None:
+                    yield member, member.name, None, reason
                     continue
                 if sample and parts[0] != key:
                     yield from self._sample(file, key, sample)
@@ -225,6 +232,8 @@ class WebDataset(Source):
                     sample[kind] = member
         except TarDefect as error:
             defect = error
+
+        # What was read before the damage counts.
         if sample:
             yield from self._sample(file, key, sample)
         if defect is not None:
@@ -235,9 +244,9 @@ class WebDataset(Source):
     ) -> Iterator[tuple[Member, str, str | None, str | None]]:
         """Yield the row of a sample; one for each image where names with dots share its key."""
         suffix, json_field = self.label
-        label = (
-            read_label(file, sample[suffix], json_field) if suffix in sample else None
-        )
+        label = None
+        if suffix in sample:
+            label = read_label(file, sample[suffix], json_field)
         if IMAGE in sample:
             yield sample[IMAGE], key, label, None
             return
@@ -253,11 +262,8 @@ def split_member_name(name: str) -> tuple[str, str] | None:
     """
     folder, slash, base = name.rpartition("/")
     stem, dot, suffix = base.partition(".")
-    if (
-        not stem
-        or not dot
-        or (name.startswith("__") and name.endswith("__") and not slash)
-    ):
+    is_reserved = name.startswith("__") and name.endswith("__") and not slash
+    if not stem or not dot or is_reserved:
         return None
     return folder + slash + stem, suffix.lower()
 

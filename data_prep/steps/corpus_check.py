@@ -113,11 +113,12 @@ def check_listed(
     rejected: inputs that are rejected already, whose sums are returned.
     num_left: classes that `min_images_per_class` leaves.
     """
-    run, labels, found = work.run, load_labels(work.run.labels), census.images
+    run = work.run
+    images = census.images
     listed = Outcomes()
     listed.add(rejected)
-    labels.check(census.unknown, found=found)
-    if not found:
+    load_labels(run.labels).check(census.unknown, found=images)
+    if not images:
         raise UserError(
             f"no images were found: all {listed.num_rows:,} inputs are rejected\n"
             f"{listed.describe()}".rstrip(),
@@ -127,30 +128,33 @@ def check_listed(
 
     # Classes without images would shift the labels of others.
     named = {box.class_name for box in read_containers(work)} - {None}
-    empty = sorted(map(str, named - found.keys()))
-    ignored = run.labels.values == "none" or labels.map or labels.space
-    where, what, advice = "source.path", "", ""
-    is_left_out = pc.equal(rejected["reason"], "left_out")
-    dropped = left_out(run.source.leave_out)
-    lost = dropped.keys() - rejected["path"].filter(is_left_out).to_pylist()
-    if empty and not ignored:
+    empty = sorted(map(str, named - images.keys()))
+    is_ignored = run.labels.values == "none" or run.labels.map or run.labels.space
+    if empty and not is_ignored:
         shown = ", ".join(map(repr, empty[:CLASSES_SHOWN]))
-        what = f"{len(empty)} of {len(named)} classes hold no images: {shown}"
-        advice = "remove these classes, or add their images"
-    elif lost:
-        where = "source.leave_out"
-        what = (
-            f"{len(lost):,} of the {len(dropped):,} copies in {run.source.leave_out!r} are no "
-            f"images of the source, by their paths, such as {min(lost)!r}"
+        raise UserError(
+            f"{len(empty)} of {len(named)} classes hold no images: {shown}",
+            where="source.path",
+            next_step="remove these classes, or add their images",
         )
-        advice = (
-            "take what `vitscale prepare duplicates` wrote for shards of this source"
+
+    # A list that was made for another source would leave copies in.
+    is_left_out = pc.equal(rejected["reason"], "left_out")
+    copies = left_out(run.source.leave_out)
+    lost = copies.keys() - rejected["path"].filter(is_left_out).to_pylist()
+    if lost:
+        raise UserError(
+            f"{len(lost):,} of the {len(copies):,} copies in {run.source.leave_out!r} are no "
+            f"images of the source, by their paths, such as {min(lost)!r}",
+            where="source.leave_out",
+            next_step="take what `vitscale prepare duplicates` wrote for shards of this source",
         )
-    elif not num_left:
-        where, what = "source.min_images_per_class", "no class is left"
-        advice = "check the source, or lower source.min_images_per_class"
-    if what:
-        raise UserError(what, where=where, next_step=advice)
+    if not num_left:
+        raise UserError(
+            "no class is left",
+            where="source.min_images_per_class",
+            next_step="check the source, or lower source.min_images_per_class",
+        )
     return listed
 
 
@@ -204,12 +208,10 @@ def _check_looks(census: Census) -> None:
     looks = names_by(look_of, images)
     for name in sorted(images):
         other = looks[look_of(name)]
-        problem = (
-            f"look like {ascii(other)} ({census.examples[other]!r})"
-            if other != name
-            else ""
-        )
-        if not problem and {"\0", "\ufeff"}.intersection(name):
+        problem = ""
+        if other != name:
+            problem = f"look like {ascii(other)} ({census.examples[other]!r})"
+        elif {"\0", "\ufeff"}.intersection(name):
             problem = "have characters that cannot be seen"
         if problem:
             raise UserError(

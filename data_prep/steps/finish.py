@@ -64,8 +64,10 @@ from vitscale.data.order import check_mixed
 from vitscale.data.remote import Location, Url
 from vitscale.distributed.atomic_files import blake3_of_file, commit_folder
 
-# The folder to commit, and the unit of its step, which is done when the output is there.
-FINAL, FINISHED = "final", "finish"
+# The folder to commit.
+FINAL = "final"
+# The unit of its step, which is done when the output is there.
+FINISHED = "finish"
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,11 @@ class Tar:
         """table: the outcome of each input, with facts about the tar."""
         facts = facts_of(table)
         samples = table.filter(pc.is_null(table["reason"])).sort_by("offset")
-        num, num_bytes = len(samples), int(facts["bytes"])
         entry = ShardEntry(
-            name=name, samples=num, bytes=num_bytes, blake3=facts["blake3"]
+            name=name,
+            samples=len(samples),
+            bytes=int(facts["bytes"]),
+            blake3=facts["blake3"],
         )
         return cls(split, entry, samples.drop(["path", "input_hash"]))
 
@@ -98,9 +102,12 @@ class Tar:
 
 
 def finish_shards(work: WorkFolder, unit: str) -> None:
-    plan, tars, numbers = read_plan(work), [], Counter[str]()
+    """Give the tars that have samples their final numbers, and commit the folder."""
+    plan = read_plan(work)
     sums, fingerprint = _write_ledger(work, map(work.table, [*plan.units, REJECTED]))
-    kept, final = set[str](), work.path / FINAL
+    tars = []
+    numbers = Counter[str]()
+    kept = set[str]()
     has_train = any(split_of(outcomes) == TRAIN for outcomes in plan.units)
     for outcomes in plan.units:
         split = split_of(outcomes)
@@ -112,7 +119,7 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
         numbers[split] += 1
         if split == TRAIN or not has_train:
             kept.update(tar.samples["class"].unique().to_pylist())
-        path = final / tar.entry.name
+        path = work.path / FINAL / name
         with suppress(FileNotFoundError):  # of a process that died here
             os.rename((work.path / outcomes).with_suffix(".tar"), path)
         if not path.exists() or path.stat().st_size != tar.entry.bytes:
@@ -125,27 +132,26 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
     # The plan found images of each class, in train if there is one; are they all rejected?
     lost = [name for name in plan.present if plan.classes and name not in kept]
     if not tars or (lost and load_labels(work.run.labels).space is None):
-        shown = (
-            f" of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}"
-            if lost
-            else ""
-        )
-        where = f" (in {TRAIN})" if lost and has_train else ""
+        problem = "no usable image is left"
+        advice = "fix these files"
+        if lost:
+            problem += f" of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}"
+            advice += " or remove the classes"
+            if has_train:
+                problem += f" (in {TRAIN})"
         raise UserError(
-            f"no usable image is left{shown}{where}\n{sums.describe()}",
-            where="source.path",
-            next_step="fix these files" + (" or remove the classes" if lost else ""),
+            f"{problem}\n{sums.describe()}", where="source.path", next_step=advice
         )
     _commit(work, tars, plan.classes, inputs=sums, source_fingerprint=fingerprint)
 
 
 def finish_index(work: WorkFolder, unit: str) -> None:
     """Commit the index of tars that stay where they are."""
-    root, labels = root_of(work), load_labels(work.run.labels)
+    root = root_of(work)
+    labels = load_labels(work.run.labels)
     containers = read_containers(work)
-    tables = _with_unique_keys(
-        [work.table(unit) for unit in tar_units(work)], containers
-    )
+    tables = [work.table(name) for name in tar_units(work)]
+    tables = _with_unique_keys(tables, containers)
     tars = []
     for table, container in zip(tables, containers, strict=True):
         _check_unchanged(root, container.path, facts_of(table))
@@ -160,14 +166,13 @@ def finish_index(work: WorkFolder, unit: str) -> None:
 
     tars = sorted((tar for tar in tars if tar.entry.samples), key=lambda tar: tar.split)
     classes = labels.label_map(found, keep_numbers=True)
-    place = root_of_tars(root, output=work.output)
     _commit(
         work,
         tars,
         classes,
         inputs=sums,
         source_fingerprint=fingerprint,
-        shards_root=place,
+        shards_root=root_of_tars(root, output=work.output),
     )
 
 
@@ -183,15 +188,16 @@ def _with_unique_keys(
         split: _repeated(rows["key"].filter(pc.equal(rows["split"], split)))
         for split in {container.split for container in containers}
     }
-    found = []
+    changed = []
     for table, container in zip(tables, containers, strict=True):
-        keys, prefix = table["key"], printable(stem_and_suffix(container.path)[0])
+        keys = table["key"]
+        prefix = printable(stem_and_suffix(container.path)[0])
+        longer = pc.binary_join_element_wise(prefix, keys, "/")
         is_again = pc.is_in(keys, value_set=again[container.split])
-        unique = pc.if_else(
-            is_again, pc.binary_join_element_wise(prefix, keys, "/"), keys
-        )
-        found.append(table.set_column(table.column_names.index("key"), "key", unique))
-    return found
+        unique = pc.if_else(is_again, longer, keys)
+        position = table.column_names.index("key")
+        changed.append(table.set_column(position, "key", unique))
+    return changed
 
 
 def _repeated(values: pa.ChunkedArray) -> pa.Array:
@@ -207,7 +213,8 @@ def root_of_tars(tars: Location, *, output: Path) -> str:
     """
     if isinstance(tars, Url):
         return str(tars)
-    real, parent = tars.resolve(), output.resolve().parent
+    real = tars.resolve()
+    parent = output.resolve().parent
     if real.is_relative_to(parent):
         return os.path.relpath(real, parent / output.name)
     return str(real)
@@ -218,8 +225,8 @@ def _check_unchanged(root: Location, name: str, facts: Mapping[str, str]) -> Non
     if isinstance(root, Path):
         with suppress(FileNotFoundError):
             status = os.stat(root / name)
-            found = str(status.st_size), str(status.st_mtime_ns)
-            if found == (facts["bytes"], facts["modified_ns"]):
+            now = (str(status.st_size), str(status.st_mtime_ns))
+            if now == (facts["bytes"], facts["modified_ns"]):
                 return
         raise ChangedSource(name)
 
@@ -262,21 +269,24 @@ def _commit(
     shards_root: str = ".",
 ) -> None:
     """Write all files but the tars and the ledger, then give the folder its name."""
-    check_settings(work)  # files that they name may have changed
-    final, splits = work.path / FINAL, {}
+    # The files that the settings name may have changed since the work began.
+    check_settings(work)
+    final = work.path / FINAL
+    splits = {}
     tables = [tar.rows(classes) for tar in tars]
     sorted_classes = () if work.run.labels.space else classes
     hashes = dict[str, pa.ChunkedArray]()
     write_index(final, tables=tables)
     for split in sorted({tar.split for tar in tars}):
-        own = [
+        parts = [
             table for tar, table in zip(tars, tables, strict=True) if tar.split == split
         ]
         shards = tuple(tar.entry for tar in tars if tar.split == split)
         lengths = [shard.samples for shard in shards]
-        rows = pa.concat_tables(own)
+        rows = pa.concat_tables(parts)
         hashes[split] = rows["blake3"]
-        if split == TRAIN and shards_root != ".":  # tars of others are not shuffled
+        # Tars of others were not shuffled here, and may hold one class after the other.
+        if split == TRAIN and shards_root != ".":
             check_mixed(
                 rows["label"].to_numpy(), shard_lengths=lengths, where="source.path"
             )
@@ -284,10 +294,12 @@ def _commit(
             num_samples=sum(lengths),
             num_bytes=sum(shard.bytes for shard in shards),
             fingerprint=split_fingerprint(
-                map(sample_bytes, own), shard_lengths=lengths
+                map(sample_bytes, parts), shard_lengths=lengths
             ),
             shards=shards,
         )
+
+    # The card lies beside the tars that it describes.
     if shards_root == ".":
         formats = {
             name for table in tables for name in table["format"].unique().to_pylist()
@@ -312,5 +324,7 @@ def _commit(
             notes=tuple(notes_on(sorted_classes, hashes)),
         ),
     )
+
+    # One rename makes the output; what is left of the work is of no use then.
     commit_folder(final, work.output)
     shutil.rmtree(work.path, ignore_errors=True)

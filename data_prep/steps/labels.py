@@ -63,13 +63,10 @@ class Labels:
         if self.space is not None:
             assert self.known.issuperset(found)
             return self.space
+
         names = tuple(sorted(found))
-        if (
-            keep_numbers
-            and self.map is None
-            and names
-            and all(map(PLAIN_NUMBER.fullmatch, names))
-        ):
+        are_numbers = names and all(map(PLAIN_NUMBER.fullmatch, names))
+        if keep_numbers and self.map is None and are_numbers:
             return tuple(str(number) for number in range(max(map(int, names)) + 1))
         return names
 
@@ -143,17 +140,18 @@ def load_space(space: str) -> tuple[str, ...]:
         if first.setdefault(name, number) != number:
             problem = f"{name!r} is already in line {first[name]}"
         if problem:
-            what, allowed = (
+            raise UserError(
                 f"{space}:{number}: {problem}",
-                "one class name per line, each once",
+                where=where,
+                allowed="one class name per line, each once",
             )
-            raise UserError(what, where=where, allowed=allowed)
     return tuple(first)
 
 
 def read_map(file: str) -> dict[str, str]:
     """Read a CSV or TSV file of two columns without a header. Raises UserError naming the line."""
-    suffix, where = Path(file).suffix.lower(), "labels.map"
+    where = "labels.map"
+    suffix = Path(file).suffix.lower()
     if suffix not in DELIMITERS:
         raise UserError(f"{file!r} is named neither .csv nor .tsv", where=where)
     pairs: dict[str, str] = {}
@@ -164,8 +162,11 @@ def read_map(file: str) -> dict[str, str]:
         elif row[0] in pairs:
             problem = f"{row[0]!r} is there already"
         if problem:
-            allowed = "two columns without a header: source class, class"
-            raise UserError(f"{file}:{line}: {problem}", where=where, allowed=allowed)
+            raise UserError(
+                f"{file}:{line}: {problem}",
+                where=where,
+                allowed="two columns without a header: source class, class",
+            )
         pairs[row[0]] = row[1]
     if not pairs:
         raise UserError(f"{file!r} is empty", where=where)

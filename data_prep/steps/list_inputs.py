@@ -53,23 +53,23 @@ _HASHED = re.compile(rf"-[0-9a-f]{{{KEY_HASH_LENGTH}}}$")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
 ROW_SCHEMA = pa.schema(
-    [
-        ("order_high", pa.uint64()),
-        ("order_low", pa.uint64()),
-        ("holdout", pa.uint64()),
+    {
+        "order_high": "uint64",
+        "order_low": "uint64",
+        "holdout": "uint64",
         # The offsets of binary columns overflow at 2 GiB.
-        ("path", pa.large_binary()),
-        ("split", pa.string()),
-        ("class", pa.string()),
-        ("key", pa.large_string()),
-        ("num_bytes", pa.int64()),
-        ("reason", pa.string()),
-        ("file", pa.binary()),
-        ("offset", pa.int64()),
-        ("modified_ns", pa.int64()),
-        ("spooled", pa.bool_()),
-        ("inode", pa.uint64()),
-    ]
+        "path": "large_binary",
+        "split": "string",
+        "class": "string",
+        "key": "large_string",
+        "num_bytes": "int64",
+        "reason": "string",
+        "file": "binary",
+        "offset": "int64",
+        "modified_ns": "int64",
+        "spooled": "bool",
+        "inode": "uint64",
+    }
 )
 
 
@@ -104,9 +104,10 @@ def read_containers(work: WorkFolder) -> list[Container]:
 
 def _of_units(work: WorkFolder) -> list[list[Container]]:
     """The containers of each unit."""
-    found = read_containers(work)
-    size = min(MAX_CONTAINERS_PER_UNIT, max(1, len(found) // MIN_UNITS))
-    return [found[start : start + size] for start in range(0, len(found), size)]
+    containers = read_containers(work)
+    size = min(MAX_CONTAINERS_PER_UNIT, max(1, len(containers) // MIN_UNITS))
+    starts = range(0, len(containers), size)
+    return [containers[start : start + size] for start in starts]
 
 
 def list_units(work: WorkFolder) -> list[str]:
@@ -115,9 +116,10 @@ def list_units(work: WorkFolder) -> list[str]:
 
 def list_inputs(work: WorkFolder, unit: str) -> None:
     """List the containers of one unit; bytes that can be read only once go to its spool file."""
-    run, number = work.run, int(Path(unit).stem)
+    number = int(Path(unit).stem)
     inputs = _inputs(work, _of_units(work)[number])
-    temporary, spool = work.temporary("list"), work.temporary("spool")
+    temporary = work.temporary("list")
+    spool = work.temporary("spool")
     with (
         open(spool, "wb") as spooled,
         open(temporary, "wb") as file,
@@ -126,14 +128,12 @@ def list_inputs(work: WorkFolder, unit: str) -> None:
         while batch := list(islice(inputs, BATCH_ROWS)):
             for item in batch:
                 if item.data is not None and item.reason is None:
-                    item.file, item.offset, item.spooled = (
-                        f"{number:06d}.bin",
-                        spooled.tell(),
-                        True,
-                    )
+                    item.file = f"{number:06d}.bin"
+                    item.offset = spooled.tell()
+                    item.spooled = True
                     spooled.write(item.data)
                 item.data = None
-            writer.write_table(rows_table(batch, seed=run.seed))
+            writer.write_table(rows_table(batch, seed=work.run.seed))
         num_spooled = spooled.tell()
     if num_spooled:
         work.commit(spool, f"spool/{number:06d}.bin")
@@ -143,7 +143,8 @@ def list_inputs(work: WorkFolder, unit: str) -> None:
 def _inputs(work: WorkFolder, containers: Sequence[Container]) -> Iterator[Input]:
     """Yield every input with its final class name, or the reason that its class rejects it."""
     source = open_source(work.run.source, work.run.labels)
-    labels, dropped = load_labels(work.run.labels), left_out(work.run.source.leave_out)
+    labels = load_labels(work.run.labels)
+    dropped = left_out(work.run.source.leave_out)
     for container in containers:
         for item in with_damage(container, source.inputs(container)):
             if item.reason is None and dropped and printable(item.path) in dropped:
@@ -195,30 +196,20 @@ def rows_table(inputs: Sequence[Input], *, seed: int) -> pa.Table:
     )
     halves = np.frombuffer(order, ">u8").reshape(-1, 2).astype(np.uint64)
     hashes = (seeded_hash(i.path, seed=seed, purpose="holdout")[:8] for i in inputs)
-    holdout = np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64)
-    plain = (
-        "split",
-        "num_bytes",
-        "reason",
-        "offset",
-        "modified_ns",
-        "spooled",
-        "inode",
-    )
     columns: dict[str, object] = {
-        name: [getattr(i, name) for i in inputs] for name in plain
-    }
-    columns |= {
         "order_high": halves[:, 0],
         "order_low": halves[:, 1],
-        "holdout": holdout,
+        "holdout": np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64),
+        "path": [os.fsencode(i.path) for i in inputs],
+        "class": [i.class_name for i in inputs],
+        "key": [make_key(i.class_name, i.name, path=i.path) for i in inputs],
+        "file": [os.fsencode(i.file) for i in inputs],
     }
-    columns["path"] = [os.fsencode(i.path) for i in inputs]
-    columns["file"] = [os.fsencode(i.file) for i in inputs]
-    columns["class"] = [i.class_name for i in inputs]
-    columns["key"] = [make_key(i.class_name, i.name, path=i.path) for i in inputs]
-    arrays = [pa.array(columns[field.name], field.type) for field in ROW_SCHEMA]
-    return pa.Table.from_arrays(arrays, schema=ROW_SCHEMA)
+    # All others are as the source gives them.
+    for name in ROW_SCHEMA.names:
+        if name not in columns:
+            columns[name] = [getattr(i, name) for i in inputs]
+    return pa.table(columns, schema=ROW_SCHEMA)
 
 
 def check_input(
@@ -250,13 +241,17 @@ def check_input(
             raise ChangedSource(os.fsdecode(name)) from None
         raise_if_outage(error, os.fsdecode(row["path"]))
         return CheckedImage("unreadable", b"")
+
+    # An image that is a file of its own may have grown, too.
     is_changed = len(data) != row["num_bytes"]
-    if row["spooled"] and is_changed:
-        raise OSError(errno.EIO, "the spool is too short")
-    if not row["spooled"]:
-        is_changed |= status.st_mtime_ns != row["modified_ns"]
-        is_changed |= not row["file"] and status.st_size != row["num_bytes"]
-    if is_changed:
+    if row["spooled"]:
+        if is_changed:
+            raise OSError(errno.EIO, "the spool is too short")
+    elif (
+        is_changed
+        or status.st_mtime_ns != row["modified_ns"]
+        or (not row["file"] and status.st_size != row["num_bytes"])
+    ):
         raise ChangedSource(os.fsdecode(name))
     return check_image(data, settings=work.run.images, convert=convert)
 
@@ -271,12 +266,8 @@ def left_out(file: str | None) -> dict[str, str]:
             Path(file).expanduser(), columns=["path", "keep", "copy_of"]
         )
         dropped = table.filter(pc.invert(table["keep"]))
-        return dict(
-            zip(
-                *(dropped[name].to_pylist() for name in ("path", "copy_of")),
-                strict=True,
-            )
-        )
+        copies, originals = (dropped[name].to_pylist() for name in ("path", "copy_of"))
+        return dict(zip(copies, originals, strict=True))
     except (OSError, pa.ArrowException) as error:
         raise UserError(
             f"{file!r} cannot be read ({error})",

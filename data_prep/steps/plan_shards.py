@@ -8,6 +8,7 @@ Leaves out: columns and hashes of rows (`list_inputs`), what is wrong with the c
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -35,7 +36,8 @@ from vitscale.data.index import NO_LABEL
 from vitscale.data.tar_writer import SAMPLE_OVERHEAD
 from vitscale.runs.data_prep import ShardSettings
 
-ROWS, REJECTED = "rows.arrow", "rejected.arrow"
+ROWS = "rows.arrow"
+REJECTED = "rejected.arrow"
 # Images converted to estimate how much smaller re-encoding makes them.
 RATIO_IMAGES = 256
 # What writing a shard needs of its rows.
@@ -53,22 +55,22 @@ PLANNED = (
 
 # Rows of the ledger; those without a reason are also rows of the index.
 OUTCOMES = pa.schema(
-    [
-        ("path", pa.string()),
-        ("split", pa.string()),
-        ("class", pa.string()),
-        ("reason", pa.string()),
-        ("changes", pa.string()),
-        ("detail", pa.string()),
-        ("input_hash", pa.binary(32)),
-        ("key", pa.string()),
-        ("offset", pa.int64()),
-        ("length", pa.int64()),
-        ("format", pa.string()),
-        ("width", pa.int32()),
-        ("height", pa.int32()),
-        ("blake3", pa.binary(32)),
-    ]
+    {
+        "path": "string",
+        "split": "string",
+        "class": "string",
+        "reason": "string",
+        "changes": "string",
+        "detail": "string",
+        "input_hash": pa.binary(32),
+        "key": "string",
+        "offset": "int64",
+        "length": "int64",
+        "format": "string",
+        "width": "int32",
+        "height": "int32",
+        "blake3": pa.binary(32),
+    }
 )
 
 
@@ -89,76 +91,72 @@ class Plan:
 def plan_shards(work: WorkFolder, unit: str) -> None:
     """Write rows.arrow with one batch per shard, and what is rejected already beside it."""
     source = work.run.source
+    settings = work.run.labels
     rows = pa.concat_tables([work.table(name) for name in list_units(work)])
     rows, order = _ordered(rows)
-    again = repeated_files(rows, order, source=work.source)
-    reasons = pc.if_else(_marked(rows, again), "duplicate_path", rows["reason"])
+
+    # A file that has several names would be stored several times.
+    repeated = _marked(rows, repeated_files(rows, order, source=work.source))
+    reasons = pc.if_else(repeated, "duplicate_path", rows["reason"])
     rows = _with(rows, "reason", reasons)
 
     # Classes that are too small leave the corpus.
     census = take_census([rows])
-    found = census.images
-    present = {
-        name: num for name, num in found.items() if num >= source.min_images_per_class
-    }
-    is_small = pc.is_in(
-        rows["class"], value_set=pa.array(found.keys() - present, pa.string())
-    )
-    is_small = pc.and_(is_small, pc.is_null(rows["reason"]))
+    images_of = census.images
+    least = source.min_images_per_class
+    present = {name: num for name, num in images_of.items() if num >= least}
+    small = pa.array(images_of.keys() - present, pa.string())
+    in_small = pc.is_in(rows["class"], value_set=small)
+    is_small = pc.and_(in_small, pc.is_null(rows["reason"]))
     rows = _with(rows, "reason", pc.if_else(is_small, "small_class", rows["reason"]))
-    kept = pc.is_null(rows["reason"]).to_numpy()
 
+    # The corpus is checked as a whole before hours go into its shards.
+    kept = pc.is_null(rows["reason"]).to_numpy()
     rejected = _rejected(work, rows, order[~kept[order]])
     listed = check_listed(work, census, rejected=rejected, num_left=len(present))
-    settings = work.run.labels
     are_values = open_source(source, settings).has_label_values
     check_classes(take_census([rows]), labels=settings, are_values=are_values)
-    num_images = len(rows) - len(rejected) + listed.num_images
     listed.check(
-        max_bad_fraction=work.run.images.max_bad_fraction, num_images=num_images
+        max_bad_fraction=work.run.images.max_bad_fraction,
+        num_images=len(rows) - len(rejected) + listed.num_images,
     )
-    classes = load_labels(settings).label_map(present, keep_numbers=are_values)
 
-    taken = np.zeros(len(rows), bool)
+    # A source that has splits of its own keeps them: no fraction of `train` is held out.
     train = np.flatnonzero(kept & pc.equal(rows["split"], TRAIN).to_numpy())
     has_splits = pc.any(pc.not_equal(rows["split"], TRAIN)).as_py()
-    taken[train] = held_out(
-        rows["class"]
-        .dictionary_encode()
-        .combine_chunks()
-        .indices.fill_null(0)
-        .to_numpy()[train],
+    class_of = rows["class"].dictionary_encode().combine_chunks().indices.fill_null(0)
+    is_held_out = held_out(
+        class_of.to_numpy()[train],
         rows["holdout"].to_numpy()[train],
         fraction=0 if has_splits else source.holdout_fraction,
         num=source.val_per_class,
     )
-    rows = _with(
-        rows, "split", pc.if_else(pa.array(taken), source.holdout_split, rows["split"])
-    )
+    moved = _marked(rows, train[is_held_out])
+    split = pc.if_else(moved, source.holdout_split, rows["split"])
+
+    # Classes and files have few values, whose bytes in one column could exceed 2 GiB.
+    classes = load_labels(settings).label_map(present, keep_numbers=are_values)
     labels = pc.index_in(rows["class"], value_set=pa.array(classes, pa.string()))
-    rows = _with(rows, "label", labels.fill_null(NO_LABEL))
-    planned = rows.select(PLANNED)
-    for name in (
-        "class",
-        "file",
-    ):  # few values, whose bytes in one column could exceed 2 GiB
+    planned = _with(rows, "label", labels.fill_null(NO_LABEL)).select(PLANNED)
+    for name in ("class", "file"):
         planned = _with(planned, name, planned[name].dictionary_encode())
     planned = planned.combine_chunks()
-    units, positions = _divided(
-        work, planned, order[kept[order]], rows["split"], listed
-    )
+
+    units, positions = _divided(work, planned, order[kept[order]], split, listed)
     plan = Plan(
         classes=list(classes),
         present=sorted(present),
         units=units,
         num_rows=list(map(len, positions)),
     )
+
+    # rows.arrow comes last: it says that this step is done.
     work.commit_table(REJECTED, rejected)
     temporary = work.temporary("rows")
     schema = planned.schema.with_metadata({"plan": json.dumps(asdict(plan))})
     with open(temporary, "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        for chosen in positions:
-            (batch,) = planned.take(chosen).combine_chunks().to_batches()
+        for shard_rows in positions:
+            (batch,) = planned.take(shard_rows).combine_chunks().to_batches()
             writer.write_batch(batch.replace_schema_metadata(schema.metadata))
     work.commit(temporary, unit)
 
@@ -180,26 +178,27 @@ def _ordered(rows: pa.Table) -> tuple[pa.Table, np.ndarray]:
 
     The order is that of the hashes, then of the paths.
     """
-    by = [(name, "ascending") for name in ("order_high", "order_low", "path")]
-    order = pc.sort_indices(rows, by).to_numpy()
-    high, low = (rows[name].to_numpy()[order] for name in ("order_high", "order_low"))
+    columns = ("order_high", "order_low", "path")
+    order = pc.sort_indices(rows, [(name, "ascending") for name in columns]).to_numpy()
+
+    # Keys equal in lower case come from equal order hashes, or end in a hash already. They are few.
+    high, low = (rows[name].to_numpy()[order] for name in columns[:2])
     same = np.flatnonzero((high[1:] == high[:-1]) & (low[1:] == low[:-1]))
-    # Few. Keys equal in lower case come from equal order hashes, or end in a hash already.
-    equal = np.sort(order[np.union1d(same, same + 1)])
-    if not len(equal):
+    if not len(same):
         return rows, order
-    found = rows.select(["path", "split", "key"]).take(equal).to_pylist()
-    names = [f"{row['split']}-{row['key'].lower()}" for row in found]
+    neighbours = np.sort(order[np.union1d(same, same + 1)])
+    samples = rows.select(["path", "split", "key"]).take(neighbours).to_pylist()
+
+    # File systems that ignore case would make one member of two.
+    names = [f"{row['split']}-{row['key'].lower()}" for row in samples]
     counts = Counter(names)
-    keys = [
-        hashed_key(row["key"], row["path"]) if counts[name] > 1 else row["key"]
-        for row, name in zip(found, names, strict=True)
-    ]
-    column = rows["key"].combine_chunks()
-    is_new = _marked(rows, equal)
-    return _with(
-        rows, "key", pc.replace_with_mask(column, is_new, pa.array(keys, column.type))
-    ), order
+    for row, name in zip(samples, names, strict=True):
+        if counts[name] > 1:
+            row["key"] = hashed_key(row["key"], row["path"])
+    keys = rows["key"].combine_chunks()
+    unique = pa.array([row["key"] for row in samples], keys.type)
+    keys = pc.replace_with_mask(keys, _marked(rows, neighbours), unique)
+    return _with(rows, "key", keys), order
 
 
 def _marked(rows: pa.Table, positions: np.ndarray) -> pa.Array:
@@ -231,11 +230,13 @@ def held_out(
     """
     order = np.lexsort((hashes, class_of))
     sizes = np.bincount(class_of)
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order)) - (np.cumsum(sizes) - sizes)[class_of[order]]
+
+    # The rank of each row within its class: its place in the order, less the rows before the class.
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order)) - (np.cumsum(sizes) - sizes)[class_of[order]]
     wanted = np.minimum(num or np.floor(fraction * sizes + 0.5), sizes - 1)
-    taken: np.ndarray = place < wanted[class_of]
-    return taken
+    is_chosen: np.ndarray = rank < wanted[class_of]
+    return is_chosen
 
 
 def _divided(
@@ -247,38 +248,43 @@ def _divided(
 ) -> tuple[list[str], list[np.ndarray]]:
     """The names of the shards' tables, and the rows of each. Raises UserError."""
     run = work.run
-    of_split = {
-        name: order[pc.equal(split, name).to_numpy()[order]]
-        for name in split.unique().to_pylist()
-    }
+    of_split: dict[str, np.ndarray] = {}
+    for name in split.unique().to_pylist():
+        in_split = order[pc.equal(split, name).to_numpy()[order]]
+        if len(in_split):
+            of_split[name] = in_split
     for name in run.source.splits:
-        if not len(of_split.get(name, ())):
+        if name not in of_split:
             raise UserError(
                 f"split {name!r} has no usable image\n{listed.describe()}".rstrip(),
                 where=f"source.splits.{name}",
                 next_step="fix these files, or remove the split",
             )
+
     # Files that will be rejected unread need no space, however large they are.
     sizes = planned.column("num_bytes").to_numpy()
     sizes = np.where(sizes <= MAX_FILE_BYTES, sizes, 0)
     ratio = 1.0
     if run.images.short_side:
         ratio = _size_ratio(work, planned.take(order[:RATIO_IMAGES]))
-    units, parts, needed = list[str](), list[np.ndarray](), 0.0
+
+    units: list[str] = []
+    parts: list[np.ndarray] = []
+    needed = 0.0
     for name, rows in sorted(of_split.items()):
-        if not len(rows):
-            continue
-        total = ratio * int(sizes[rows].sum()) + SAMPLE_OVERHEAD * len(rows)
+        num_bytes = ratio * int(sizes[rows].sum()) + SAMPLE_OVERHEAD * len(rows)
         lengths = shard_lengths(
-            len(rows), num_bytes=total, shards=run.shards, split=name
+            len(rows), num_bytes=num_bytes, shards=run.shards, split=name
         )
         units += [f"tars/{name}-{number:06d}.arrow" for number in range(len(lengths))]
         parts += np.split(rows, np.cumsum(lengths)[:-1])
-        needed += total
+        needed += num_bytes
+
+    # Better now than when the disk is full.
     free = shutil.disk_usage(work.path).free
     if free < needed:
         raise StorageError(
-            f"{int(free) >> 20} MiB are free, {max(1, int(needed) >> 20)} MiB are needed; "
+            f"{free >> 20} MiB are free, {max(1, int(needed) >> 20)} MiB are needed; "
             f"the work done so far is kept in {work.path.name}",
             where=str(work.output),
             next_step="free space and run the same command again; or remove that folder and choose "
@@ -298,12 +304,11 @@ def shard_lengths(
             where="shards.min_shards",
             allowed=f"at most {num_images}",
         )
-    num_shards = max(
-        shards.min_shards, -(-int(num_bytes) // max(1, int(shards.shard_mib * 2**20)))
-    )
-    num_shards = min(num_shards, num_images)
+    shard_bytes = max(1, int(shards.shard_mib * 2**20))
+    num_full = math.ceil(int(num_bytes) / shard_bytes)
+    num_shards = min(max(shards.min_shards, num_full), num_images)
     share, rest = divmod(num_images, num_shards)
-    return [share + (i < rest) for i in range(num_shards)]
+    return [share + 1] * rest + [share] * (num_shards - rest)
 
 
 def _size_ratio(work: WorkFolder, rows: pa.Table) -> float:

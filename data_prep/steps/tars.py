@@ -16,6 +16,7 @@ from data_prep.sources.protocol import (
     Container,
     printable,
     source_read_error,
+    source_root,
     with_damage,
 )
 from data_prep.sources.tars import WebDataset
@@ -49,14 +50,17 @@ def num_images(work: WorkFolder) -> list[int]:
 
 def write_shard(work: WorkFolder, unit: str) -> None:
     """Read, check and store every image of one shard. Its outcomes commit it."""
-    number, split = read_plan(work).units.index(unit), split_of(unit)
+    number = read_plan(work).units.index(unit)
+    split = split_of(unit)
     with pa.memory_map(str(work.path / ROWS)) as file:
         rows = pa.ipc.open_file(file).get_batch(number).to_pylist()
-    outcomes, temporary = [], work.temporary("tar")
+    outcomes = []
+    temporary = work.temporary("tar")
     with TarShard(temporary) as tar:
         for row in rows:
             image = check_input(work, row)
-            key, offset = f"{split}-{row['key']}", 0
+            key = f"{split}-{row['key']}"
+            offset = 0
             if image.reason is None:
                 label = None if row["label"] == NO_LABEL else row["label"]
                 offset = tar.add(
@@ -81,17 +85,24 @@ def outcome(
     length: int,
 ) -> dict[str, Any]:
     """Make a row of OUTCOMES. item: `path` and `class`. offset, length: in the tar."""
-    row = {"path": printable(item["path"]), "split": split, "class": item["class"]}
-    row |= {"reason": image.reason, "input_hash": image.input_hash or None}
+    row = {
+        "path": printable(item["path"]),
+        "split": split,
+        "class": item["class"],
+        "reason": image.reason,
+        "input_hash": image.input_hash or None,
+    }
     if image.reason is None:
         row |= {
             "changes": image.changes,
             "key": key,
             "offset": offset,
             "length": length,
+            "format": image.extension,
+            "width": image.width,
+            "height": image.height,
+            "blake3": image.content_hash,
         }
-        row |= {"format": image.extension, "width": image.width, "height": image.height}
-        row["blake3"] = image.content_hash
     return row
 
 
@@ -111,31 +122,38 @@ def facts_of(table: pa.Table) -> dict[str, str]:
 
 
 def list_tars(work: WorkFolder, unit: str) -> None:
-    source, root = work.run.source, root_of(work)
-    if isinstance(root, Url):
-        listed = []
-        if root.scheme not in ("http", "https"):
-            listed = [name for name in names_below(root) if name.endswith(".tar")]
-        found = []
-        for split, pattern in (source.splits or {"train": "*.tar"}).items():
-            where = f"source.splits.{split}"
-            if not (names := matching(pattern, listed, where=where)):
-                advice = (
-                    "correct the pattern; a web server cannot list its files: name them"
-                )
-                raise UserError(f"no tars {pattern!r}", where=where, next_step=advice)
-            by_name = {} if source.splits else splits_of_files(names)
-            found += [(name, by_name.get(name, split)) for name in sorted(names)]
-    else:
+    """Write (path, split) of each tar, in a folder or at a URL."""
+    source = work.run.source
+    root = root_of(work)
+    if isinstance(root, Path):
         containers = WebDataset(source, work.run.labels).containers()
-        found = [(container.path, container.split) for container in containers]
-    write_json(work.path / unit, found)
+        tars = [(container.path, container.split) for container in containers]
+        write_json(work.path / unit, tars)
+        return
+
+    # A web server does not list its files, so a pattern must name them.
+    listed = []
+    if root.scheme not in ("http", "https"):
+        listed = [name for name in names_below(root) if name.endswith(".tar")]
+    tars = []
+    for split, pattern in (source.splits or {"train": "*.tar"}).items():
+        where = f"source.splits.{split}"
+        names = matching(pattern, listed, where=where)
+        if not names:
+            raise UserError(
+                f"no tars {pattern!r}",
+                where=where,
+                next_step="correct the pattern; a web server cannot list its files: name them",
+            )
+        by_name = {} if source.splits else splits_of_files(names)
+        tars += [(name, by_name.get(name, split)) for name in sorted(names)]
+    write_json(work.path / unit, tars)
 
 
 def root_of(work: WorkFolder) -> Location:
     """The folder or URL that paths of tars are relative to."""
-    place = location_of(work.run.source.path, where="source.path")
-    return place if isinstance(place, Url) else WebDataset(work.run.source).root
+    location = location_of(work.run.source.path, where="source.path")
+    return location if isinstance(location, Url) else source_root(work.run.source)
 
 
 def tar_units(work: WorkFolder) -> list[str]:
@@ -160,14 +178,17 @@ def index_tar(work: WorkFolder, unit: str) -> None:
 
 
 def _index_local(work: WorkFolder, unit: str, container: Container, root: Path) -> None:
+    """Check every image of a local tar."""
     run = work.run
     try:
         status = os.stat(root / container.path)
         digest = blake3_of_file(root / container.path)
     except OSError as error:
         raise source_read_error(error, container.path) from None
+
     settings = run.source.model_copy(update={"path": str(root), "splits": {}})
-    source, labels = WebDataset(settings, run.labels), load_labels(run.labels)
+    source = WebDataset(settings, run.labels)
+    labels = load_labels(run.labels)
     rows = []
     for item in with_damage(container, source.inputs(container)):
         image = CheckedImage(item.reason, b"")
@@ -178,12 +199,20 @@ def _index_local(work: WorkFolder, unit: str, container: Container, root: Path) 
             image.content = b""  # all samples of the tar are kept
         set_class(item, labels)
         image.reason = item.reason or image.reason
-        row = {"path": item.path, "class": item.class_name}
-        place = {"offset": item.offset, "length": item.num_bytes}
-        rows.append(outcome(row, item.split, image, key=printable(item.name), **place))
-    facts = {
-        "bytes": status.st_size,
-        "modified_ns": status.st_mtime_ns,
-        "blake3": digest,
-    }
-    commit_outcomes(work, unit, rows, **facts)
+        row = outcome(
+            {"path": item.path, "class": item.class_name},
+            item.split,
+            image,
+            key=printable(item.name),
+            offset=item.offset,
+            length=item.num_bytes,
+        )
+        rows.append(row)
+    commit_outcomes(
+        work,
+        unit,
+        rows,
+        bytes=status.st_size,
+        modified_ns=status.st_mtime_ns,
+        blake3=digest,
+    )

@@ -59,7 +59,8 @@ from vitscale.tracking.journal import item_progress
 
 SETTINGS_NAME, FAILED_NAME = "settings.json", "failed.json"
 FOLDERS = ("claims", "list", "spool", "tars", "tmp")
-HEARTBEAT_NAME, HEARTBEAT_S = "alive", 5.0
+HEARTBEAT_NAME = "alive"
+HEARTBEAT_S = 5.0
 # A process is dead when its heartbeat is this old by the file system's clock. Nothing else tells:
 # a container that starts again has the host, the process ids and often the namespace of the last.
 DEAD_AFTER_S = 60.0
@@ -270,13 +271,17 @@ def _share(work: WorkFolder, step: Step, workers: Workers) -> None:
     sizes = dict(
         zip(units, step.images(work) if step.images else [1] * len(units), strict=True)
     )
+
     # Tasks do not all begin with the first unit, whose claim one alone gets.
     names = [name for name in ("SLURM_ARRAY_TASK_ID", "RANK") if os.environ.get(name)]
     task = environment_number(names[0], least=0) if names else 0
     first = task * workers.num % len(units)
     waiting = [*units[first:], *units[:first]]
+
+    # Each round tries all that is left: a unit that another process has may be free in the next.
     counted = "images" if step.images else "units"
-    progressed = said = time.monotonic()
+    last_progress = time.monotonic()
+    last_line = last_progress
     with item_progress(step.title, total=sum(sizes.values()), unit=counted) as advance:
         while waiting:
             busy = []
@@ -284,9 +289,8 @@ def _share(work: WorkFolder, step: Step, workers: Workers) -> None:
                 (step.do, unit) for unit in waiting
             ):
                 work.raise_failure()
-                if (
-                    _stopped.is_set()
-                ):  # a weak reference's callback, or C, drops what _stop raises
+                # A weak reference's callback, or C, drops what _stop raises.
+                if _stopped.is_set():
                     raise SystemExit(EXIT_STOPPED_RESUMABLE)
                 if not is_done:
                     busy.append(unit)
@@ -294,17 +298,18 @@ def _share(work: WorkFolder, step: Step, workers: Workers) -> None:
                 advance(sizes[unit])
             now = time.monotonic()
             if len(busy) < len(waiting):
-                progressed = said = now
-            elif now - said >= SAY_WAIT_S:
-                said = now
-                _say_wait(work, step, busy, waited_s=now - progressed)
-            if len(busy) == len(waiting):
-                if not work.path.exists() and not work.is_finished:
-                    raise FileNotFoundError(
-                        errno.ENOENT, "it was removed", str(work.path)
-                    )
-                time.sleep(WAIT_S)
-            waiting = busy
+                waiting = busy
+                last_progress = now
+                last_line = now
+                continue
+
+            # Others are doing all that is left.
+            if now - last_line >= SAY_WAIT_S:
+                last_line = now
+                _say_wait(work, step, busy, waited_s=now - last_progress)
+            if not work.path.exists() and not work.is_finished:
+                raise FileNotFoundError(errno.ENOENT, "it was removed", str(work.path))
+            time.sleep(WAIT_S)
 
 
 def _say_wait(
@@ -339,9 +344,10 @@ def attempt(
         finally:
             claim.unlink(missing_ok=True)
     except MemoryError:
-        what = "a worker process ran out of memory on an image"
-        advice = "lower num_workers or images.max_pixels and rerun; the run resumes"
-        raise WorkerError(what, next_step=advice) from None
+        raise WorkerError(
+            "a worker process ran out of memory on an image",
+            next_step="lower num_workers or images.max_pixels and rerun; the run resumes",
+        ) from None
     except (OSError, UserError) as error:
         if work.is_finished:  # by another process, which removed the folder
             return True
@@ -444,17 +450,22 @@ def find_existing(work: WorkFolder) -> Manifest | None:
     """
     output = work.output
     if os.path.ismount(output):
-        what = f"{str(output)!r} is a mount point: the work folder beside it would be on another"
-        advice = f"choose a folder in it, such as {output / 'shards'}"
-        raise UserError(f"{what} disk", where="output", next_step=advice)
+        raise UserError(
+            f"{str(output)!r} is a mount point: the work folder beside it would be on another disk",
+            where="output",
+            next_step=f"choose a folder in it, such as {output / 'shards'}",
+        )
     if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
         return None
     advice = "choose another output, or remove this folder first"
     try:
         manifest = read_manifest(output)
     except UserError as error:
-        what = f"exists already and was not made by this script\n{error.text()}"
-        raise UserError(what, where="output", next_step=advice) from None
+        raise UserError(
+            f"exists already and was not made by this script\n{error.text()}",
+            where="output",
+            next_step=advice,
+        ) from None
     changed = changed_settings(
         manifest.config, content_config(work.run), purpose="output"
     )
@@ -462,8 +473,11 @@ def find_existing(work: WorkFolder) -> Manifest | None:
     if changed:
         difference = f"made with other settings: {', '.join(changed)}"
     if difference:
-        what = f"{str(output)!r} exists already, {difference}"
-        raise UserError(what, where="output", next_step=advice)
+        raise UserError(
+            f"{str(output)!r} exists already, {difference}",
+            where="output",
+            next_step=advice,
+        )
     return manifest
 
 

@@ -85,7 +85,7 @@ def _facts(model: TrainedModel) -> Iterator[str]:
 def _images(model: TrainedModel) -> Iterator[str]:
     pixels = model.preprocessing
 
-    # In words, for users of libraries that do not read the preprocessing from a file.
+    # Users of libraries that do not read the preprocessing need it in words.
     size = f"{pixels.image_size} x {pixels.image_size} px"
     if pixels.eval_resize == "squash":
         yield f"- the whole image is resized to {size} ({pixels.eval_interpolation})"

@@ -47,7 +47,7 @@ def check_export(run: ExportRun) -> None:
     if run.push is not None:
         # This raises without a token. The upload comes last, after minutes of work.
         with hub_errors(run.push, where=f"push={run.push}"):
-            build_hf_headers(token=True)  # raises without a token
+            build_hf_headers(token=True)
 
 
 def check_folder(output: str) -> None:
@@ -56,8 +56,8 @@ def check_folder(output: str) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() or folder.is_symlink():
-        what = "is not empty" if folder.is_dir() else "is a file"
-        raise UserError(what, where=output, allowed="a new or an empty folder")
+        problem = "is not empty" if folder.is_dir() else "is a file"
+        raise UserError(problem, where=output, allowed="a new or an empty folder")
 
 
 def check_packages(to: str) -> None:

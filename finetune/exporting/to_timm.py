@@ -19,7 +19,7 @@ from vitscale.models.timm_model import built_by_timm, pretrained_config
 
 # Pillow's name of the filter that averages areas.
 INTERPOLATIONS = {"bilinear": "bilinear", "bicubic": "bicubic", "area": "box"}
-# Of timm's layer norms; it has no option for another.
+# timm's layer norms have it, and no option for another.
 NORM_EPS = 1e-6
 POOLS = {"cls": "token", "gap": "avg", "map": "map"}
 

@@ -53,7 +53,7 @@ def attention_by_head(attention: Any, x_BTD: torch.Tensor) -> Iterator[torch.Ten
     )
     q_BTHE, k_BTHE, _ = qkv_BT3HE.unbind(2)
 
-    # In half precision the weights of a row would not sum to 1.
+    # The weights of a row would not sum to 1 in half precision.
     q_BTHE = attention.q_norm(q_BTHE).float()
     k_BTHE = attention.k_norm(k_BTHE).float()
     for head in range(attention.num_heads):
@@ -135,7 +135,7 @@ def head_distances(
     device = model.world.device
     modules = attention_modules(model.network)
     distances_LL = patch_distances(grid, stride=stride).to(device)
-    # In fp64, since the sum over many images loses the digits of each.
+    # A sum over many images in fp32 loses the digits of each.
     sums_NH = torch.zeros(len(modules), modules[0].num_heads, dtype=torch.float64)
     num_images = 0
 
@@ -208,7 +208,7 @@ def rolled_out(
 
     Half of a layer is the identity. Overwrites `mean_BTT`.
     """
-    # In place: with several hundred tokens a second matrix is what does not fit.
+    # Overwritten in place, as a second matrix of all tokens may not fit.
     mixed_BTT = mean_BTT.mul_(1 - RESIDUAL)
     mixed_BTT.diagonal(dim1=1, dim2=2).add_(RESIDUAL)
     mixed_BTT /= mixed_BTT.sum(dim=-1, keepdim=True)

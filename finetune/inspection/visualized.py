@@ -17,7 +17,7 @@ from vitscale.distributed.world import World
 from vitscale.evaluation.trained_model import TrainedModel
 from vitscale.models.settings import ViTSettings
 
-# Of one forward pass at most: 4 images of 512 px, or 20 of 224 px.
+# A forward pass takes at most 4 images of 512 px, or 20 of 224 px.
 MAX_PIXELS = 4 * 512**2
 # Values of one head's attention at most, for all images of a forward pass.
 MAX_ATTENTION = 1 << 22

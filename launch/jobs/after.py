@@ -50,6 +50,7 @@ from launch.jobs.queue import (
     requeue,
     restart_count,
 )
+from launch.jobs.states import format_size
 from launch.jobs.submission import MAX_FRUITLESS_RESTARTS
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, FailureKind
 from vitscale.distributed.events import Failure
@@ -238,16 +239,20 @@ def failure_of_task(
     who = f"{word} {ranks} on {nodes}"
     if exited := EXITED.match(what):
         code = int(exited[1])
-        if (why := not_started(log, code)) is None:
-            return ended_with(who, code)
-        failure = Failure(kind=FailureKind.OTHER, what=f"{who} could not start: {why}")
+        # A rank that ran has recorded why it ended, so this one did not come so far.
+        failure = ended_with(who, code)
+        if why := not_started(log, code):
+            failure = Failure(
+                kind=FailureKind.OTHER, what=f"{who} could not start: {why}"
+            )
     else:
         name = SIGNALS.get(what.removesuffix(" (core dumped)"))
         text = f"{who} {were} ended by {name} ({what})" if name else f"{who}: {what}"
         if what == "Out Of Memory":
             text = f"{who} ran out of memory and {were} killed"
         failure = Failure(kind=FailureKind.KILLED, what=text)
-    if set(nodes) & set("[,"):
+    is_of_ranks = failure.kind not in (FailureKind.OTHER, FailureKind.KILLED)
+    if is_of_ranks or set(nodes) & set("[,"):
         return failure
     return replace(failure, rank=first, node=nodes)
 
@@ -386,8 +391,14 @@ def storage_refusal(folder: Path) -> str | None:
             sum(f.stat().st_size for f in step.iterdir())
             for step in place.glob("step-*")
         ]
-        free, needed = shutil.disk_usage(place).free, max(sizes, default=0)
-        return f"{place} has {free} bytes free, not {needed}" if free < needed else None
+        free = shutil.disk_usage(place).free
+        needed = max(sizes, default=0)
+        if free >= needed:
+            return None
+        return (
+            f"{place} has {format_size(free)} free, "
+            f"and a checkpoint needs {format_size(needed)}"
+        )
     except OSError as error:
         return f"{place} cannot be written ({error.strerror})"
     finally:

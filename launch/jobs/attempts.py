@@ -235,6 +235,6 @@ def failure_outcome(seen: Failure, run_folder: Path | str, *, attempt: str) -> O
 
 
 def ended_with(who: str, code: int) -> Failure:
-    """Describe a failure by its exit code, without a culprit: the rank may only have noticed it."""
+    """Describe a failure by its exit code."""
     kind = KIND_OF_EXIT_CODE.get(code, FailureKind.OTHER)
     return Failure(kind=kind, what=f"{who} ended with code {code}")

@@ -238,10 +238,14 @@ def restart_count() -> int:
 def job_fields(job_id: str) -> dict[str, str]:
     """The controller's fields of a job, such as JobState; empty if SLURM does not answer."""
     try:
-        words = ask_slurm("scontrol", "--oneliner", "show", "job", job_id).split()
+        return fields_of(ask_slurm("scontrol", "--oneliner", "show", "job", job_id))
     except NoAnswerError:
         return {}
-    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def fields_of(line: str) -> dict[str, str]:
+    """The fields in a line of `scontrol --oneliner show`: NAME=VALUE NAME=VALUE ..."""
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
 def is_ended_by_slurm(fields: Mapping[str, str]) -> bool:

@@ -276,10 +276,6 @@ def _ended_state(
     if last is not None and last.ending in (None, Ending.FAILED):
         lost = "no record of its end: it was cancelled, or its node died"
         return failed(last.reason or f"{lost}; {SUBMIT_AGAIN}")
-    if not has_begun and not logged.step and newest_log(folder) is not None:
-        return failed(
-            "its job ended before the ranks started; see its log, and launch.setup"
-        )
     if last is None and start is not None:
         # Started without a launcher of ours; its ranks have recorded why it failed, if they could.
         found = cause(
@@ -301,17 +297,20 @@ def _unrecorded_end(
     It may have ended before its first start or, after a requeue, before the next one. SLURM
     says how, for minutes. None if the records say all, or SLURM does not answer.
     """
-    scripts = folder.glob("slurm/*/*_submission.sh")
-    newest = max(scripts, key=lambda path: path.stat().st_mtime, default=None)
+    # submitit's links to JOB/JOB_submission.sh stay also where a job's folder is removed.
+    links = [
+        path for path in folder.glob("slurm/.submission_file_*") if path.is_symlink()
+    ]
+    newest = max(links, key=lambda path: path.lstat().st_mtime, default=None)
     if newest is None or jobs is None:
         return None
-    job_id = newest.name.partition("_")[0]
+    job_id = newest.readlink().name.partition("_")[0]
     of_job = last is not None and last.job_id.partition("_")[0] == job_id
     begun = start.time if start is not None else 0.0
     if last is not None:
         begun = last.started
     # Started by hand, or by an earlier job, since the submission.
-    if not of_job and begun > newest.stat().st_mtime:
+    if not of_job and begun > newest.lstat().st_mtime:
         return None
 
     before = " before the run started"
@@ -338,6 +337,9 @@ def _unrecorded_end(
         return what, known[-1].state != "CANCELLED"
     if not before:
         return None
+    if any(folder.glob(f"slurm/{job_id}/*_log.out")) and not reason:
+        what = f"job {job_id} ended{before}: see its log, and launch.setup"
+        return what, True
     return f"{reason}job {job_id} ended{before}, and SLURM no longer says why", False
 
 
@@ -575,6 +577,16 @@ def shown_folder(folder: Path) -> str:
     return str(
         absolute.relative_to(here) if absolute.is_relative_to(here) else absolute
     )
+
+
+def format_size(num_bytes: float) -> str:
+    """Three digits in units of a thousand, such as 293 kB or 1.5 GB."""
+    size = num_bytes
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.0f} TB"
 
 
 def clock(seconds: float) -> str:

@@ -36,11 +36,16 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from launch.jobs.attempts import begin_attempt
 from launch.jobs.queue import RESTART_SECONDS, reachable_address, restart_count
-from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, FailureKind, UserError
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.config.packaged import INSIDE, IS_WHEEL
-from vitscale.distributed.events import ATTEMPT_VARIABLE
-from vitscale.distributed.processes import skip_teardown
+from vitscale.distributed.events import (
+    ATTEMPT_VARIABLE,
+    Failure,
+    read_failures,
+    record_failure,
+)
+from vitscale.distributed.processes import node_name, skip_teardown
 from vitscale.runs.launching import LaunchSettings
 
 # Kept from the shell that submits: they name the cluster, not a job.
@@ -475,7 +480,7 @@ class StageJob:
             where = f"job {task.job_id} on {', '.join(nodes)}"
             print(f"{now} attempt {attempt.number} of the run, {where}", flush=True)
             print(self.heading(task.num_tasks), flush=True)
-        code = run_in_process(self.arguments)
+        code = run_in_process(self.arguments, self.run_folder or "")
         skip_teardown(code)
         if code:
             # The script has reported its error; no traceback is needed.
@@ -502,16 +507,44 @@ def _enter_task() -> JobEnvironment:
     return environment
 
 
-def run_in_process(arguments: list[str]) -> int:
-    """Run a script in this process as `python ARGUMENTS` would. Returns its exit code."""
+def run_in_process(arguments: list[str], run_folder: str) -> int:
+    """Run a script in this process as `python ARGUMENTS` would. Returns its exit code.
+
+    run_folder: where an error that leaves it is recorded, if the script has not.
+    """
     sys.argv = arguments
     # The configuration is complete; a site file edited since must not change it.
     os.environ[SITE_VARIABLE] = ""
     try:
         runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
+        # Of an error that was printed; a bare code is a decision of the script.
+        if end.code:
+            _record_end(run_folder, end.__context__)
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
         print(end.code, file=sys.stderr)
         return 1
+    except Exception as error:
+        _record_end(run_folder, error)
+        raise
     return 0
+
+
+def _record_end(run_folder: str, error: BaseException | None) -> None:
+    """Record what ended one of several ranks before it could: a broken package, for example."""
+    if error is None or os.environ["WORLD_SIZE"] == "1":
+        return
+    rank, node = int(os.environ["RANK"]), node_name()
+    known = read_failures(run_folder, attempt=os.environ[ATTEMPT_VARIABLE])
+    if any(report.reported_by == rank for report in known):
+        return
+    failure = Failure(
+        kind=FailureKind.OTHER,
+        what=f"rank {rank} on {node} ended with an error: "
+        f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+        rank=rank,
+        node=node,
+        reported_by=rank,
+    )
+    record_failure(run_folder, failure)

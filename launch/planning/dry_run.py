@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -26,8 +27,9 @@ from launch.jobs.preparation import (
     run_name,
     usable_nodes,
 )
-from launch.jobs.queue import NoAnswerError, ask_slurm
+from launch.jobs.queue import NoAnswerError, ask_slurm, fields_of
 from launch.jobs.snapshot import folder_name, read_code
+from launch.jobs.states import format_size
 from launch.jobs.submission import sbatch_text, submission_environment
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import step_folders
@@ -442,7 +444,51 @@ def slurm_check(script: str) -> list[Check]:
                 "SLURM", "warning", f"sbatch --test-only: {error}", next_step=next_step
             )
         ]
-    return [Check("SLURM", "ok", "sbatch --test-only accepts the job")]
+    accepted = Check("SLURM", "ok", "sbatch --test-only accepts the job")
+    return [_time_check(script) or accepted]
+
+
+def _time_check(script: str) -> Check | None:
+    """Warn of a time limit above that of every partition that the job may start in.
+
+    SLURM accepts such a job, unless EnforcePartLimits is set, and never starts it.
+    """
+    (asked,) = re.findall(r"^#SBATCH --time=(\d+)$", script, re.MULTILINE)
+    names = re.findall(r"^#SBATCH --partition=(.+)$", script, re.MULTILINE)
+    chosen = (names or [os.environ.get("SBATCH_PARTITION", "")])[0].split(",")
+    try:
+        lines = ask_slurm("scontrol", "--oneliner", "show", "partition").splitlines()
+    except NoAnswerError:
+        return None
+
+    limits = {}
+    for line in lines:
+        fields = fields_of(line)
+        is_default = chosen == [""] and fields.get("Default") == "YES"
+        if is_default or fields.get("PartitionName") in chosen:
+            limits[fields["PartitionName"]] = fields["MaxTime"]
+    allowed = max(map(minutes_of, limits.values()), default=math.inf)
+    if int(asked) <= allowed:
+        return None
+
+    shown = ", ".join(f"{name} has MaxTime={limit}" for name, limit in limits.items())
+    return Check(
+        "SLURM",
+        "warning",
+        f"the job would never start: launch.timeout_min={asked} is more than its partition "
+        f"allows ({shown})",
+        f"launch.timeout_min={allowed:.0f}, at which the job requeues itself and resumes, or "
+        "another launch.partition",
+    )
+
+
+def minutes_of(limit: str) -> float:
+    """Whole minutes in a limit of SLURM's, such as 2-12:30:00; infinite for UNLIMITED."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):\d+", limit)
+    if found is None:
+        return math.inf
+    days, hours, minutes = (int(part or 0) for part in found.groups())
+    return (days * 24 + hours) * 60 + minutes
 
 
 def run_checks(run: LaunchableRun, *, known: KnownFacts | None = None) -> list[Check]:
@@ -589,10 +635,10 @@ def _disk(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:
     checkpoint = run.make_objective().num_parameters(arch) * each
     num_there = min(1, len(step_folders(folder / "checkpoints")))
     free, needed = shutil.disk_usage(there).free, (2 - num_there) * checkpoint
-    text = f"a checkpoint has {checkpoint / GIB:.3g} GiB; {free / GIB:,.1f} GiB free in {there}"
+    text = f"a checkpoint has {format_size(checkpoint)}; {format_size(free)} free in {there}"
     if free < needed:
         raise UserError(
-            f"{text}; {needed / GIB:.3g} GiB needed",
+            f"{text}; {format_size(needed)} needed",
             where="output",
             next_step="free some space, or choose another output",
         )

@@ -139,7 +139,7 @@ class Mae(Objective):
 
     def num_parameters(self, arch: Any) -> int:
         """Exact count of trained values of encoder and decoder; both positions are fixed."""
-        # In the order of `MaskedAutoencoder`: each dense layer has a bias, and a norm two vectors.
+        # The parts of `MaskedAutoencoder`: each dense layer has a bias, and a norm two vectors.
         decoder = self._decoder(arch)
         embed = arch.width * decoder.width + decoder.width
         mask_token = decoder.width

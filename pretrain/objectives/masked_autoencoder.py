@@ -129,7 +129,7 @@ def reconstruction_loss(
 
     normalized: predict each patch minus its mean, over its deviation (MAE, section 4.1).
     """
-    # In bf16 the difference of two near numbers would be mostly rounding.
+    # The difference of two near numbers would be mostly rounding in bf16.
     target_BRP = take_patches(patches_BLP.float(), removed_BR)
     if normalized:
         mean, deviation = patch_statistics(target_BRP)

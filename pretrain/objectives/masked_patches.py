@@ -151,7 +151,7 @@ def color_loss(
 
     With equal logits the loss is ln 512 = 6.2383.
     """
-    # In half precision a sum over 512 classes would lose its last digits.
+    # A sum over 512 classes would lose its last digits in half precision.
     loss = F.cross_entropy(logits_BKC.float().flatten(0, 1), colors_BK.flatten())
     is_right_BK = logits_BKC.detach().argmax(dim=-1) == colors_BK
     return loss, is_right_BK.float().mean()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -55,6 +56,30 @@ def test_pillow_is_told_which_formats_to_open() -> None:
             opened += 1
             assert "formats" in {each.arg for each in node.keywords}, ast.unparse(node)
     assert opened > 4
+
+
+# In a text for people: what they may copy into a shell.
+COMMAND = re.compile(
+    r"\b(vitscale [a-z]+|chmod|set [a-z]+=|mlflow|tensorboard|wandb|rm|mv|cp|git|python) ?.*"
+)
+A_PLACE = re.compile(r"\b_?(path|folder|file|uri|output|root)\b")
+
+
+def test_places_in_printed_commands_are_quoted() -> None:
+    """A run folder may have spaces, and names that a shell would take apart."""
+    quoted = 0
+    for path in module_files().values():
+        for node in ast.walk(parsed(path)):
+            said = ""
+            for part in node.values if isinstance(node, ast.JoinedStr) else ():
+                if isinstance(part, ast.Constant):
+                    said += str(part.value)
+                elif COMMAND.search(said) and A_PLACE.search(
+                    value := ast.unparse(part)
+                ):
+                    assert "quote(" in value, f"{path}:{node.lineno}: {said}{value}"
+                    quoted += 1
+    assert quoted > 5
 
 
 # Names of torch's collectives, and of the project's functions that are themselves collective.

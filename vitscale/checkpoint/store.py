@@ -408,7 +408,8 @@ class HostCopy:
             end = 0
             for name in order:
                 tensor = tensors[name]
-                start, end = end, end + tensor.nbytes
+                start = end
+                end = end + tensor.nbytes
                 place = self._buffer[start:end].view(tensor.dtype).view(tensor.shape)
                 place.copy_(tensor, non_blocking=True)
                 self._places[name] = place
@@ -547,7 +548,8 @@ class SavedTensors:
             count = os.preadv(self._open[path], [left], offset)
             if count == 0:
                 raise OSError(f"{path} has become shorter")
-            left, offset = left[count:], offset + count
+            left = left[count:]
+            offset = offset + count
 
     def __enter__(self) -> SavedTensors:
         return self

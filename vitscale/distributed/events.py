@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -97,15 +98,21 @@ def append_event(run_folder: Path | str, event: str, values: Mapping[str, Any]) 
 
 
 def read_events(run_folder: Path | str) -> list[dict[str, Any]]:
-    """All readable events of all nodes, oldest first; none without a file."""
+    """All readable events of all nodes, oldest first; none without a file.
+
+    Those of one node are in the order of their lines, also where its clock was set back.
+    """
     rows = []
     for path in (Path(run_folder) / EVENTS_NAME).glob("*.jsonl"):
+        moment = math.inf
         with suppress(OSError):
-            for line in path.read_bytes().splitlines():
+            for line in reversed(path.read_bytes().splitlines()):
                 with suppress(ValueError, TypeError, KeyError, RecursionError):
                     row = json.loads(line)
-                    rows.append((float(row["time"]), row["event"], row))
-    return [row for _, _, row in sorted(rows, key=lambda each: each[0])]
+                    # No later than the line that follows.
+                    moment = min(moment, float(row["time"]))
+                    rows.append((moment, row["event"], row))
+    return [row for _, _, row in sorted(reversed(rows), key=lambda each: each[0])]
 
 
 def _read(

@@ -226,7 +226,8 @@ class SlicedLayout(WrappedLayout):
 
     @torch.no_grad()
     def publish_weights(self) -> None:
-        wrapper, rank = self._wrapper, self._world.rank
+        wrapper = self._wrapper
+        rank = self._world.rank
         own = [parts[rank] for parts in wrapper.parallel_partitioned_bit16_groups]
         torch._foreach_copy_(own, self.updated_tensors())
         if self._world.world_size > 1:
@@ -241,7 +242,8 @@ class PartitionedLayout(WrappedLayout):
         return list(self._wrapper.fp32_partitioned_groups_flat)
 
     def parts(self, named: Iterable[tuple[str, Any]]) -> Iterator[Part]:
-        updated, wrapper = self.updated_tensors(), self._wrapper
+        updated = self.updated_tensors()
+        wrapper = self._wrapper
         for name, parameter in named:
             number, offset, size = wrapper.grad_position[
                 wrapper.get_param_id(parameter)

@@ -20,7 +20,8 @@ class DeviceBatches:
     """
 
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
-        self._batches, self._device = batches, device
+        self._batches = batches
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead: Any = None  # a batch, or the error of taking it
 
@@ -28,7 +29,8 @@ class DeviceBatches:
         if self._stream is None:
             return next(self._batches)
         self.prefetch()
-        batch, self._ahead = self._ahead, None
+        batch = self._ahead
+        self._ahead = None
         if isinstance(batch, Exception):
             raise batch
         current = torch.cuda.current_stream(self._device)

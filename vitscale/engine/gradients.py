@@ -197,8 +197,8 @@ class UpdateGuard:
 
         accumulation: micro-steps of a step.
         """
-        # One that is not fused would neither clip nor skip.
-        assert optimizer.defaults.get("fused")
+        message = "an optimiser that is not fused neither clips nor skips"
+        assert optimizer.defaults.get("fused"), message
         self._optimizer = optimizer
         self._clip_norm = clip_norm
         self._norm = norm

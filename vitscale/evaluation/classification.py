@@ -41,7 +41,7 @@ class Classification(PassEvaluation):
         columns = check_labels(subject, name="classification").columns
         self._columns_C = columns_on(subject, columns)
 
-        # In fp64: sums of a million images in fp32 would be off in the digits that are shown.
+        # Sums over a million images in fp32 would be off in the digits that are shown.
         def zeros(*shape: int) -> torch.Tensor:
             device = subject.model.world.device
             return torch.zeros(shape, dtype=torch.float64, device=device)
@@ -118,7 +118,7 @@ class Classification(PassEvaluation):
         subject.write_table("calibration.csv", rows)
 
         metrics: dict[str, float] = {"top1": Share(sum(correct), total)}
-        # Of five classes or fewer every prediction is right at 5.
+        # With five classes or fewer every prediction is right at 5.
         if len(classes) > 5:
             metrics["top5"] = Share(at5, total)
         metrics["loss"] = loss / total

@@ -124,11 +124,12 @@ class Features:
         """
         import torch
 
-        # In parts, since scores of all rows and classifiers would not fit into memory.
+        # The scores of all rows and classifiers at once would not fit into memory.
         correct = []
         for values_BD, labels_B in zip(
             self.values_ND.split(size), self.labels_N.split(size), strict=True
         ):
+            # Equal scores have the same winner everywhere: the first class.
             guesses_BH = scores(values_BD.to(device)).argmax(dim=2)
             correct.append((guesses_BH == labels_B.to(device)[:, None]).sum(dim=0))
         return torch.stack(correct).sum(dim=0)
@@ -443,7 +444,6 @@ def _finite(batches: Iterable[Outputs], subject: Subject) -> Iterator[Outputs]:
 
     from vitscale.distributed.world import sum_over_ranks
 
-    # Counted on the device: a batch must not wait for the one before.
     # Counted on the device: a batch must not wait for the one before.
     counts = torch.zeros(2, dtype=torch.float64, device=subject.model.world.device)
     for batch in batches:

@@ -119,7 +119,7 @@ def _label_table() -> np.ndarray:
     """int64 [50,000, labels]: the set of each image, filled up with -1."""
     path = timm_file("imagenet_real_labels.json", where="evaluate")
     sets = json.loads(path.read_text())
-    # Of one width, so that a GPU can look up the sets of a batch.
+    # The rows have one length, so that a GPU can look up the sets of a batch.
     table = np.full((len(sets), max(map(len, sets))), -1, np.int64)
     for row, labels in zip(table, sets, strict=True):
         row[: len(labels)] = labels

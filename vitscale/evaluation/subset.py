@@ -71,7 +71,7 @@ class Subset(PassEvaluation):
 
         at1, at5, images = sum_over_ranks(self._totals).tolist()
         metrics: dict[str, float] = {"subset_top1": Share(at1, images)}
-        # Of five classes or fewer every prediction is right at 5.
+        # With five classes or fewer every prediction is right at 5.
         if len(self._columns_K) > 5:
             metrics["subset_top5"] = Share(at5, images)
         return metrics
@@ -92,7 +92,7 @@ class Subset(PassEvaluation):
         # A label without a place among the competing classes could not be scored.
         _refuse(
             positions.lacking(shards),
-            what=f"not among the classes of {self.settings.classes}",
+            problem=f"not among the classes of {self.settings.classes}",
             subject=subject,
             next_step="set classes of subset to shards, or data.path to other shards",
         )
@@ -102,24 +102,24 @@ class Subset(PassEvaluation):
             subject.classes, competing, num_outputs=subject.num_outputs
         )
         lacking = outputs.lacking(competing)
-        what = "not among the model's classes"
+        problem = "not among the model's classes"
         if not self.settings.allow_missing:
             _refuse(
                 lacking,
-                what=what,
+                problem=problem,
                 subject=subject,
                 next_step="set allow_missing of subset to true to count their images as wrong, "
                 "or data.path to other shards",
             )
         if len(lacking) == len(competing):
-            _refuse(lacking, what=what, subject=subject)
+            _refuse(lacking, problem=problem, subject=subject)
         return outputs, positions
 
 
 def _refuse(
     names: list[str],
     *,
-    what: str,
+    problem: str,
     subject: Subject,
     next_step: str = "use other shards",
 ) -> None:
@@ -127,7 +127,7 @@ def _refuse(
         return
     number = f"{len(names)} of {len(subject.val.classes)} classes"
     raise UserError(
-        f"subset: {number} are {what} (the first is {names[0]!r})",
+        f"subset: {number} are {problem} (the first is {names[0]!r})",
         where=f"label map of {subject.val.folder}",
         next_step=next_step,
     )

@@ -298,7 +298,7 @@ def read_source(
     # Sigmoid losses train a probability for each class, which need not sum to 1.
     loss = (config.get("objective") or {}).get("loss")
     rows, columns = checkpoint.description["grid"]
-    found = Weights(
+    source = Weights(
         tensors=read_tensors(checkpoint.files, prefix=prefix),
         grid=(rows, columns),
         format=origin,
@@ -310,7 +310,7 @@ def read_source(
         computed=fixed_positions(arch.description(), grid=(rows, columns)),
         where=str(checkpoint.folder),
     )
-    return found, SourceRun(
+    return source, SourceRun(
         folder=folder,
         checkpoint=checkpoint,
         averaged=averaged,
@@ -325,10 +325,12 @@ def _refuse_other_paths(path: Path, *, where: str, key: str) -> None:
     is_run = (path / "checkpoints").is_dir() or (path / MANIFEST).is_file()
     if is_run or not path.exists():
         return
-    what = "contains no model"
+    problem = "contains no model"
     next_step = "correct the path"
     if path.is_file():
-        what = f"{path.suffix or 'a name without suffix'} is not a type of weights file"
+        problem = (
+            f"{path.suffix or 'a name without suffix'} is not a type of weights file"
+        )
     else:
         # The weights of a library alone, without the file that describes them.
         files = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES)
@@ -336,7 +338,7 @@ def _refuse_other_paths(path: Path, *, where: str, key: str) -> None:
             next_step = (
                 f"add the folder's {CONFIG}, or set {key} to the file {files[0]}"
             )
-    raise UserError(what, where=where, allowed=ALLOWED_MODELS, next_step=next_step)
+    raise UserError(problem, where=where, allowed=ALLOWED_MODELS, next_step=next_step)
 
 
 def _known(arch: Architecture) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def memory_estimate(
     if zero_stage == 3:
         parameters += weight_bytes * min(count, GATHERED_AHEAD)
     if is_low:
-        # What rounding took from the last layer is whole on every rank.
+        # Every rank has all of what rounding took from the last layer.
         parameters += 2 * arch.num_classes * (arch.feature_width + 1)
     elif precision != "fp32":
         # Autocast's copy.

@@ -37,7 +37,7 @@ class InFp32:
     took from it. The layer adds it, so it uses the weights that the optimiser updates.
     """
 
-    weight: torch.Tensor
+    weight: Any
     bias: Any
     remainders: Mapping[str, torch.Tensor] = {}
 
@@ -134,7 +134,7 @@ class SharedDropPath(nn.Module):
 
 
 def refuse_misfits(
-    own: Mapping[str, torch.Tensor],
+    target: Mapping[str, torch.Tensor],
     given: Mapping[str, torch.Tensor],
     *,
     where: str,
@@ -142,10 +142,10 @@ def refuse_misfits(
 ) -> None:
     """Raise UserError with a table of every missing, unknown or misshapen tensor."""
     rows = []
-    for name in sorted(own.keys() | given.keys()):
+    for name in sorted(target.keys() | given.keys()):
         ours, theirs = (
             tuple(tensors[name].shape) if name in tensors else "lacks it"
-            for tensors in (own, given)
+            for tensors in (target, given)
         )
         if ours != theirs:
             rows.append(f"    {name}: model {ours}, checkpoint {theirs}")

@@ -115,7 +115,7 @@ def fixed_positions(
 
 def _sincos_table(grid: tuple[int, int], *, width: int, num_steps: int) -> torch.Tensor:
     assert width % 4 == 0
-    # In fp64, as NumPy computes them in both code bases.
+    # Both code bases compute them with NumPy, in fp64.
     omega = 10_000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / num_steps)
     rows = torch.arange(grid[0], dtype=torch.float64)
     columns = torch.arange(grid[1], dtype=torch.float64)

@@ -74,7 +74,7 @@ class TimmModel(nn.Module):
             next_step += " and the same classes, or keep_head=false"
         else:
             left_out = tuple(f"{name}." for name in self.classifiers)
-        own = _compared(self.state_dict(), left_out)
+        target = _compared(self.state_dict(), left_out)
         given = _compared(weights, left_out)
 
         # timm's own function changes positions and kernels to the sizes of the model.
@@ -84,18 +84,18 @@ class TimmModel(nn.Module):
         if resample is not None:
             has_other_patches = any(
                 _differ_in_pixels(tensor, given.get(name))
-                for name, tensor in own.items()
+                for name, tensor in target.items()
             )
             if has_other_patches:
                 next_step += "; or set init_patch=resize"
-            has_all = own.keys() <= given.keys()
+            has_all = target.keys() <= given.keys()
             is_same = has_all and all(
-                tensor.shape == given[name].shape for name, tensor in own.items()
+                tensor.shape == given[name].shape for name, tensor in target.items()
             )
             if has_all and not is_same and (resize_patches or not has_other_patches):
                 given = resample(given, self)
 
-        refuse_misfits(own, given, where=where, next_step=next_step)
+        refuse_misfits(target, given, where=where, next_step=next_step)
         self.load_state_dict(given, strict=False)
 
 
@@ -110,14 +110,14 @@ def _compared(
     }
 
 
-def _differ_in_pixels(own: torch.Tensor, given: torch.Tensor | None) -> bool:
+def _differ_in_pixels(target: torch.Tensor, given: torch.Tensor | None) -> bool:
     """Whether these are kernels of patches of another size, alike but for rows and columns."""
-    if given is None or not own.ndim == given.ndim == 4:
+    if given is None or not target.ndim == given.ndim == 4:
         return False
     # With a first dimension of 1 they are positions in two dimensions.
-    if len(own) == 1:
+    if len(target) == 1:
         return False
-    return own.shape != given.shape and own.shape[:2] == given.shape[:2]
+    return target.shape != given.shape and target.shape[:2] == given.shape[:2]
 
 
 def build_model(arch: TimmSettings, *, seed: int) -> TimmModel:

@@ -188,8 +188,10 @@ class SupervisedSettings(NamedSection):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.label_smoothing and self.loss == "bce":
-            what = f"has no effect on the {self.loss} loss"
-            yield ("objective.label_smoothing", f"{what}; set it to 0")
+            yield (
+                "objective.label_smoothing",
+                f"has no effect on the {self.loss} loss; set it to 0",
+            )
 
 
 class Supervised(Objective):

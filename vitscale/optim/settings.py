@@ -148,7 +148,8 @@ class ScheduleSettings(Section):
 
 def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
     """Combinations in which a setting could have no effect."""
-    decay, at = f"schedule.decay={schedule.decay}", schedule.drops_at
+    decay = f"schedule.decay={schedule.decay}"
+    at = schedule.drops_at
     if schedule.warmup_steps and schedule.warmup_epochs:
         yield (
             "schedule.warmup_epochs",

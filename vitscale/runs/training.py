@@ -82,7 +82,9 @@ class TrainingRun(Run):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self.model.problems()
         yield from data_problems(self.data)
-        schedule, data, engine = self.schedule, self.data, self.engine
+        schedule = self.schedule
+        data = self.data
+        engine = self.engine
         if not RUN_NAME.fullmatch(self.name):
             what = "use letters, digits, '.', '-', '_', at most 100 of them"
             yield ("name", f"{self.name!r}: {what}")

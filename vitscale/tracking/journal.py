@@ -98,6 +98,8 @@ class Journal:
 
     refused: OSError | None = None
     """Why the last line is not on the disk yet."""
+    last_step = 0
+    """Of the line before those of this start."""
 
     def __init__(self, path: Path | str, *, resume_step: int) -> None:
         self.path = Path(path)
@@ -105,8 +107,12 @@ class Journal:
 
         if self.path.exists():
             lines = self.path.read_bytes().splitlines(keepends=True)
-            rows = [(decode(line), line) for line in lines]
-            kept = [line for row, line in rows if row and row.step <= resume_step]
+            kept = []
+            for line in lines:
+                row = decode(line)
+                if row is not None and row.step <= resume_step:
+                    kept.append(line)
+                    self.last_step = row.step
             # Atomically: a kill leaves the old file.
             if len(kept) < len(lines):
                 write_bytes(self.path, b"".join(kept))

@@ -418,11 +418,13 @@ class MlflowRun(RunReader):
                 for key, value in row.metrics.items()
                 if self._is_new(key, row.step, value)
             ]
-            repeated_steps = []
+            repeated_steps = [
+                point.step
+                for point in points
+                if point.step <= self._last_step.get(point.key, -1)
+            ]
             for point in points:
                 last_step = self._last_step.get(point.key, -1)
-                if point.step <= last_step:
-                    repeated_steps.append(point.step)
                 self._last_step[point.key] = max(point.step, last_step)
 
             self.client.log_batch(self.run_id, metrics=points)

@@ -37,7 +37,9 @@ class Reader(RunReader):
         for old in self._folder.glob("events.out.tfevents.*"):
             old.unlink()
         self._path = self._folder / f"events.out.tfevents.{time.time_ns()}"
-        self._file, self._offset, self.num_points = open(self._path, "wb"), 0, 0
+        self._file = open(self._path, "wb")
+        self._offset = 0
+        self.num_points = 0
         self._write(self.started, file_version="brain.Event:2")
         params = {
             key: text if (value := resolve_scalar(text)) is None else value

@@ -99,6 +99,11 @@ class Tracker:
             for store in settings.also
         }
         self._journal = Journal(self.folder / JOURNAL_NAME, resume_step=resume_step)
+        if resume_step - self._journal.last_step >= settings.log_every_steps:
+            say(
+                f"{JOURNAL_NAME} has no lines of steps "
+                f"{self._journal.last_step + 1} to {resume_step}"
+            )
 
         version = source_version()
         made_with = self._hash_of_origin(version)

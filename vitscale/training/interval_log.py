@@ -142,8 +142,10 @@ class SkippedUpdateMonitor:
         say: Say,
     ) -> None:
         """num_skipped: updates skipped before `start_step`."""
-        self._data, self._names_of = data, names
-        self._plan, self._say = plan, say
+        self._data = data
+        self._names_of = names
+        self._plan = plan
+        self._say = say
         # (step, updates skipped by then) of log lines; between the first and the last lie at least
         # `WINDOW` updates, as soon as there were so many.
         self._marks = deque([(start_step, num_skipped)])
@@ -191,7 +193,8 @@ class SkippedUpdateMonitor:
         if self._data.order is None:
             return "that are not known: streamed tars have no positions"
         plan = self._plan
-        start, share = (step - 1) * plan.global_batch, plan.micro_batch
+        start = (step - 1) * plan.global_batch
+        share = plan.micro_batch
         positions = [
             start + (number * plan.world_size + rank) * share + each
             for rank, number in micro_steps.items()
@@ -216,8 +219,10 @@ class UnreadableSampleMonitor:
         say: Say,
     ) -> None:
         """num_replaced: samples replaced before this start."""
-        self._data, self._names_of = data, names
-        self._max_fraction, self._say = max_fraction, say
+        self._data = data
+        self._names_of = names
+        self._max_fraction = max_fraction
+        self._say = say
         self._pending: list[Unreadable] = []
         self.num_replaced = num_replaced
         """On all ranks since step 0, as of the last `report`."""
@@ -233,7 +238,8 @@ class UnreadableSampleMonitor:
         num_seen: samples seen since step 0; num_samples: those of one epoch.
         Raises UserError when too many of the larger number were replaced.
         """
-        own, self._pending = self._pending, []
+        own = self._pending
+        self._pending = []
         gathered = gather_objects((len(own), own[:UNREADABLE_SHOWN]))
         num_new = sum(count for count, _ in gathered)
         if not num_new:
@@ -294,8 +300,11 @@ class IntervalLog:
     ) -> None:
         """num_unreadable: samples replaced before this start. flops_per_image: of a training step.
         profile: to be called after every step."""
-        self.tracker, self.say, self._profile = tracker, say, profile
-        self._plan, self._engine = plan, engine
+        self.tracker = tracker
+        self.say = say
+        self._profile = profile
+        self._plan = plan
+        self._engine = engine
         self._flops_per_image = flops_per_image
         self._peak_flops = peak_flops(engine.world.device)
         self.means = IntervalMeans()
@@ -353,7 +362,8 @@ class IntervalLog:
         """After every step: the clock of the first interval, and the profiler."""
         if self._first is None:
             self._wait_for_device()
-            self._first, self._clock = self._clock, _Clock()
+            self._first = self._clock
+            self._clock = _Clock()
         self._profile()
 
     def write(self, step: int, *, lr: float) -> None:
@@ -370,16 +380,19 @@ class IntervalLog:
         metrics["vitals/memory_gib"] = peak_memory_gib(engine.world.device)
         if (scale := engine.loss_scale) is not None:
             metrics["train/loss_scale"] = scale
-        speed, wait = metrics["vitals/images_per_s"], metrics["vitals/data_wait"]
+        speed = metrics["vitals/images_per_s"]
+        wait = metrics["vitals/data_wait"]
         if self._peak_flops is not None:
             flops = self._flops_per_image * speed / engine.world.world_size
             metrics["vitals/mfu"] = flops / self._peak_flops
-        seen, epoch = step * self._plan.global_batch, self._plan.num_samples
+        seen = step * self._plan.global_batch
+        epoch = self._plan.num_samples
         self._unreadable.report(step, num_seen=seen, num_samples=epoch)
         if self.num_unreadable:
             metrics["vitals/unreadable"] = float(self.num_unreadable)
         self.tracker.log(metrics, step=step)
-        steps, loss = self._plan.total_steps, metrics["train/loss"]
+        steps = self._plan.total_steps
+        loss = metrics["train/loss"]
         eta_s = (steps - step) * self._plan.global_batch / speed
         self.say(
             f"step {step}/{steps} loss {loss:.4f} lr {lr:.1e} img/s {speed:.0f} "
@@ -389,7 +402,8 @@ class IntervalLog:
 
     def _speed(self) -> dict[str, float]:
         clock = self._clock if self._clock.num_images else self._first or self._clock
-        elapsed, self._clock = time.perf_counter() - clock.start, _Clock()
+        elapsed = time.perf_counter() - clock.start
+        self._clock = _Clock()
         own = torch.tensor([clock.num_images, clock.wait_s], dtype=torch.float64)
         num_images, wait_s = sum_over_ranks(own).tolist()
         return {

@@ -757,11 +757,9 @@ def _changes(
 
 def _same_start(key: str, before: str, now: str) -> bool:
     """One path may be written in several ways, and `auto` stands for a value."""
-    if "auto" in (before, now):
-        return True
     if key == "init" and not now.startswith("hf://"):
         return Path(before).expanduser().resolve() == Path(now).expanduser().resolve()
-    return before == now
+    return before == now or "auto" in (before, now)
 
 
 def check_resumable(

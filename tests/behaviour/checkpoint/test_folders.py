@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
-from collections.abc import Callable
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.support.light_checkpoints import flip, light_save, tensor_file
 from tests.support.ranks.thread_ranks import run_ranks
+from tests.support.tables import refused, words
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
     Checkpoint,
@@ -32,34 +32,34 @@ def save(tmp_path: Path, step: int) -> Path:
     return light_save(tmp_path / "checkpoints", step=step, keep=9).folder
 
 
-def replace_value(path: Path, **values: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+# Shell commands in the folder of a checkpoint.
+DAMAGE = dict(
+    line.split(": ", 1)
+    for line in r"""
+truncated: truncate -s 20 $RANK
+rank file missing: rm $RANK
+rank file a folder: rm $RANK; mkdir $RANK
+manifest missing: rm $MANIFEST
+manifest torn: truncate -s 30 $MANIFEST
+manifest of lists: echo [] > $MANIFEST
+manifest not UTF-8: printf '\377\376{}' > $MANIFEST
+manifest of another step: cp ../step-00000001/$MANIFEST .
+all of another step: cp ../step-00000001/* .
+version unknown: sed -i 's/"format_version": *[0-9]*/"format_version": 3/' $MANIFEST
+empty folder: rm *
+a file: rm -r $PWD; touch $PWD
+""".strip().splitlines()
+)
 
 
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "bit flipped": lambda folder: flip(folder / RANK_FILE, -1),
-    "truncated": lambda folder: os.truncate(folder / RANK_FILE, 20),
-    "rank file missing": lambda folder: (folder / RANK_FILE).unlink(),
-    "rank file a folder": lambda folder: (
-        (folder / RANK_FILE).unlink(),
-        (folder / RANK_FILE).mkdir(),
-    ),
-    "manifest missing": lambda folder: (folder / MANIFEST).unlink(),
-    "manifest torn": lambda folder: os.truncate(folder / MANIFEST, 30),
-    "manifest of lists": lambda folder: (folder / MANIFEST).write_text("[]"),
-    "manifest not UTF-8": lambda folder: (folder / MANIFEST).write_bytes(b"\xff\xfe{}"),
-    "manifest of another step": lambda folder: shutil.copy(
-        folder.with_name("step-00000001") / MANIFEST, folder
-    ),
-    "all of another step": lambda folder: shutil.copytree(
-        folder.with_name("step-00000001"), folder, dirs_exist_ok=True
-    ),
-    "version unknown": lambda folder: replace_value(
-        folder / MANIFEST, format_version=3
-    ),
-    "empty folder": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
-    "a file": lambda folder: (shutil.rmtree(folder), folder.touch()),
-}
+def damaged(kind: str, folder: Path) -> None:
+    if kind == "bit flipped":
+        flip(folder / RANK_FILE, -1)
+        return
+    names = {"RANK": RANK_FILE, "MANIFEST": MANIFEST}
+    subprocess.run(
+        DAMAGE[kind], shell=True, check=True, cwd=folder, env=os.environ | names
+    )
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -70,7 +70,7 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("damage", sorted(DAMAGE))
+@pytest.mark.parametrize("damage", ["bit flipped", *DAMAGE])
 def test_damaged_newest_falls_back_to_the_one_before(
     tmp_path: Path, damage: str
 ) -> None:
@@ -80,16 +80,14 @@ def test_damaged_newest_falls_back_to_the_one_before(
     (checkpoints / ".step-00000001.killed.tmp").mkdir(parents=True)
     assert newest_checkpoint(checkpoints) == (None, [])
     save(tmp_path, 1)
-    DAMAGE[damage](save(tmp_path, 2))
+    damaged(damage, save(tmp_path, 2))
     checkpoint, complaints = newest_checkpoint(checkpoints)
     assert checkpoint is not None and checkpoint.step == 1
     assert len(complaints) == 1 and "skipping damaged checkpoint" in complaints[0]
     assert "next:" not in complaints[0]  # the older one is taken without being asked
     (checkpoints / "step-00000001").rename(tmp_path / "away")
     before = content(checkpoints)
-    with pytest.raises(
-        UserError, match="holds checkpoints, but none that can be read"
-    ) as caught:
+    with refused("holds checkpoints, but none that can be read") as caught:
         newest_checkpoint(checkpoints)
     assert "step-00000002" in caught.value.what and "start over" in str(
         caught.value.next_step
@@ -145,9 +143,7 @@ def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
         assert survived < (1 if name == RANK_FILE else data.count(b" ") + 5)
 
 
-@pytest.mark.parametrize(
-    "name", ["../outside.safetensors", "/outside.safetensors", "..", "data.pt"]
-)
+@words(name="../outside.safetensors /outside.safetensors .. data.pt")
 def test_manifest_lists_tensor_files_of_its_folder_only(
     tmp_path: Path, name: str
 ) -> None:
@@ -157,7 +153,7 @@ def test_manifest_lists_tensor_files_of_its_folder_only(
     (folder / MANIFEST).write_text(
         manifest_text(step=1, files=files, progress={}, description={})
     )
-    with pytest.raises(UserError, match="not a plain file name"):
+    with refused("not a plain file name"):
         read_checkpoint(folder)
 
 
@@ -171,7 +167,7 @@ def test_retention_counts_whole_earlier_steps_alone(tmp_path: Path) -> None:
     ):
         folder = save(tmp_path, step)
         if damage:
-            DAMAGE[damage](folder)
+            damaged(damage, folder)
     light_save(folder.parent, step=3, keep=2)
     assert [path.name[-1] for path in sorted(folder.parent.iterdir())] == [*"1345"]
     checkpoint, complaints = newest_checkpoint(folder.parent)

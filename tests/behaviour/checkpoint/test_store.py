@@ -16,6 +16,7 @@ import torch
 
 from tests.support.light_checkpoints import flip
 from tests.support.ranks.thread_ranks import run_ranks
+from tests.support.tables import refused
 from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint import folders, store
 from vitscale.checkpoint.folders import (
@@ -273,7 +274,7 @@ def test_save_that_reads_back_differently_is_refused(
         return written
 
     monkeypatch.setattr(folders, "write_new_file", lying_disk)
-    with pytest.raises(UserError, match="does not match its hash"):
+    with refused("does not match its hash"):
         save(tmp_path, world, step=2, keep=1)
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 1 and complaints == []
@@ -288,15 +289,15 @@ def test_init_takes_a_run_or_a_checkpoint_folder(
     flip(save(tmp_path, world, step=5) / "rank-00000.safetensors", -1)
     checkpoint, complaints = resolve_weights(str(tmp_path))
     assert checkpoint.step == 4 and "step-00000005" in complaints[0]
-    with pytest.raises(UserError, match="no such run(?s:.*)hf://OWNER/NAME"):
+    with refused("no such run(?s:.*)hf://OWNER/NAME"):
         resolve_weights(str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match=f"did you mean {tmp_path}[?]"):
+    with refused(f"did you mean {tmp_path}[?]"):
         resolve_weights(f"{tmp_path}x")
     monkeypatch.chdir(tmp_path.parent)
     Path("runs").symlink_to(tmp_path.parent)
-    with pytest.raises(UserError, match=f"did you mean runs/{tmp_path.name}[?]"):
+    with refused(f"did you mean runs/{tmp_path.name}[?]"):
         resolve_weights(f"names/{tmp_path.name}")
-    with pytest.raises(UserError, match="holds no checkpoint"):
+    with refused("holds no checkpoint"):
         resolve_weights(str(folder.parent))
 
 
@@ -344,7 +345,7 @@ def test_a_second_job_is_refused_at_once(
         assert {
             path.stat().st_ino for path in (folder.parent, folder / ".lock")
         } <= flushed
-        with pytest.raises(UserError, match=f"another job .*process {os.getpid()} on"):
+        with refused(f"another job .*process {os.getpid()} on"):
             lock(folder).__enter__()
         monkeypatch.setenv("SLURM_JOB_ID", "17")
         with pytest.raises(FolderTakenError, match="another job") as taken:
@@ -368,7 +369,7 @@ def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
     with lock(folder):
         # The name of this node is the end of that one's.
         (folder / ".lock").write_text(f"job 3 on x{node_name()}")
-        with pytest.raises(UserError, match="another job .*: job 3 on x"):
+        with refused("another job .*: job 3 on x"):
             lock(folder).__enter__()
     (folder / ".lock").write_text("job 3 on n7")
     with lock(folder):

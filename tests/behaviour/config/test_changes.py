@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -54,14 +54,7 @@ compute.precision: [fp32, resume output chain evaluation result table]
 engine.precision: [fp32, resume output chain evaluation result table]
 results: [[], resume output chain result table]
 """)
-PURPOSES: tuple[Purpose, ...] = (
-    "resume",
-    "output",
-    "chain",
-    "evaluation",
-    "result",
-    "table",
-)
+PURPOSES = get_args(Purpose)
 
 
 @pytest.mark.parametrize("key", CASES)
@@ -108,87 +101,88 @@ def test_every_key_without_effect_exists() -> None:
 # ---- secrets ------------------------------------------------------------------------------------
 
 SECRET = "hunter2X9"
-FORMS = [
-    'API_KEY="%"',
-    "x = {'api_key': '%'}",
-    "os.environ['DB_PASSWORD']='%'",
-    'os.environ.setdefault("HF_TOKEN", "%")',
-    'os.getenv("HF_TOKEN", "%")',
-    'token: str = "%"',
-    'def f(password: str | None = "%"):',
-    'login(token="%")',
-    'wandb.login(key="%")',
-    "password: %",
-    "- password: %",
-    "db-password: %",
-    "{user: me, password: %}",
-    '  "token" : "%",',
-    "secret => '%'",
-    'if password == "%":',
-    'token = (\n+    "a"\n+    "%"\n+)',
-    'API_KEYS = ["a", "%"]',
-    "passwords: [%]",
-    '"passwords": {"a": "%"}',
-    'auth=("me", "%")',
-    'token="a" "%"',
-    'token = tok or "%"',
-    "token = '''\n+%\n+'''",
-    "passwd: |\n+  %",
-    'parser.add_argument("--token", default="%")',
-    "run --token %",
-    "run --api-key=%",
-    "curl -u me:% https://x",
-    "sshpass -p % ssh x",
-    "setenv HF_TOKEN %",
-    "machine h login me password %",
-    "<password>%</password>",
-    "Authorization: Bearer %",
-    '{"Authorization": f"Bearer %"}',
-    '"Bearer %"',
-    "Basic dXNlcjp%=",
-    "https://u:%@h/x",
-    "postgresql+psycopg2://u:%@h/db",
-    "http://h/x?sig=%",
-    "aws_secret_access_key = %",
-    "AWS_SECRET_ACCESS_KEY=%",
-    "export GH_PAT='%'",
-    "DB_PWD=%",
-    "SSH_PASSPHRASE=%",
-    "MYAPP_CREDENTIALS=%",
-    "cookie: %",
-    'connection_string = "AccountKey=%"',
-    'x="ghp_%abcdefghijkl"',
-    'x="hf_%abcdefghijklmnop"',
-    'x="eyJhbGciOi%.eyJzdWIi.abc"',
-    "-----BEGIN RSA PRIVATE KEY-----\n+MII%+abc\n+-----END RSA PRIVATE KEY-----",
-    "-----BEGIN OPENSSH PRIVATE KEY-----\n+%abcdefghijklmnopqrstuv\n",
-]
-KEPT = [
-    'POOLS = {"cls": "token", "gap": "avg"}',
-    'NAMES = ("cls_token", "reg_token", "mask_token")',
-    "class_token: false",
-    "num_tokens=16",
-    "token = tokens[0]",
-    "login(token=True)",
-    "export HF_TOKEN=$(cat FILE)",
-    "HF_TOKEN_PATH=/home/me/token",
-    "GOOGLE_APPLICATION_CREDENTIALS=/home/me/key.json",
-    "forward_pass: 3 GFLOPs",
-    "the password is wrong",
-    "c47cba2269101f2e3d4c5b6a79881726354bcdef",
-    "https://host/a/b#c",
-]
+# A form a line.
+FORMS = r"""
+API_KEY="%"
+x = {'api_key': '%'}
+os.environ['DB_PASSWORD']='%'
+os.environ.setdefault("HF_TOKEN", "%")
+os.getenv("HF_TOKEN", "%")
+token: str = "%"
+def f(password: str | None = "%"):
+login(token="%")
+wandb.login(key="%")
+password: %
+- password: %
+db-password: %
+{user: me, password: %}
+  "token" : "%",
+secret => '%'
+if password == "%":
+token = (\n+    "a"\n+    "%"\n+)
+API_KEYS = ["a", "%"]
+passwords: [%]
+"passwords": {"a": "%"}
+auth=("me", "%")
+token="a" "%"
+token = tok or "%"
+token = '''\n+%\n+'''
+passwd: |\n+  %
+parser.add_argument("--token", default="%")
+run --token %
+run --api-key=%
+curl -u me:% https://x
+sshpass -p % ssh x
+setenv HF_TOKEN %
+machine h login me password %
+<password>%</password>
+Authorization: Bearer %
+{"Authorization": f"Bearer %"}
+"Bearer %"
+Basic dXNlcjp%=
+https://u:%@h/x
+postgresql+psycopg2://u:%@h/db
+http://h/x?sig=%
+aws_secret_access_key = %
+AWS_SECRET_ACCESS_KEY=%
+export GH_PAT='%'
+DB_PWD=%
+SSH_PASSPHRASE=%
+MYAPP_CREDENTIALS=%
+cookie: %
+connection_string = "AccountKey=%"
+x="ghp_%abcdefghijkl"
+x="hf_%abcdefghijklmnop"
+x="eyJhbGciOi%.eyJzdWIi.abc"
+-----BEGIN RSA PRIVATE KEY-----\n+MII%+abc\n+-----END RSA PRIVATE KEY-----
+-----BEGIN OPENSSH PRIVATE KEY-----\n+%abcdefghijklmnopqrstuv\n
+"""
+KEPT = """
+POOLS = {"cls": "token", "gap": "avg"}
+NAMES = ("cls_token", "reg_token", "mask_token")
+class_token: false
+num_tokens=16
+token = tokens[0]
+login(token=True)
+export HF_TOKEN=$(cat FILE)
+HF_TOKEN_PATH=/home/me/token
+GOOGLE_APPLICATION_CREDENTIALS=/home/me/key.json
+forward_pass: 3 GFLOPs
+the password is wrong
+c47cba2269101f2e3d4c5b6a79881726354bcdef
+https://host/a/b#c
+"""
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS.strip("\n").split("\n"))
 def test_secrets_are_removed_in_every_form(form: str) -> None:
-    text = "+" + form.replace("%", SECRET)
+    text = "+" + form.replace("%", SECRET).replace(r"\n", "\n")
     shown = redact(text)
     assert SECRET not in shown and redact(shown) == shown
     assert SECRET not in redact(f" context\n{text}\n-{text[1:]}\n after")
 
 
-@pytest.mark.parametrize("text", KEPT)
+@pytest.mark.parametrize("text", KEPT.strip().split("\n"))
 def test_what_is_no_secret_stays(text: str) -> None:
     assert redact(text) == text
 
@@ -201,22 +195,9 @@ def test_keys_are_names_that_mlflow_takes() -> None:
     }
 
 
-RUNS = [
-    "ab12",
-    "a-",
-    "a+",
-    "?a",
-    "\n",
-    " \n",
-    "token",
-    "a://",
-    "'",
-    "x_password: \n",
-    "+ \n",
-]
-
-
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run", "ab12|a-|a+|?a|\n| \n|token|a://|'|x_password: \n|+ \n".split("|")
+)
 def test_secrets_are_removed_from_long_runs(run: str) -> None:
     """In quadratic time, a run of this length would take hours."""
     text = run * (1 << 16)

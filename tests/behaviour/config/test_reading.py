@@ -15,6 +15,7 @@ from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun, ExportRun, PredictRun, VisualizeRun
 from launch.chains.settings import ChainRun
 from pretrain.run import PretrainRun
+from tests.support.tables import rows, words
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import (
     PATH_KEYS,
@@ -81,35 +82,31 @@ def test_scalars_resolve_to_typed_values() -> None:
     assert repr(found) == repr(SCALARS)
 
 
-REFUSED = [
-    ("a: 1\nb: 2\na: 3", "x:3: a: key 'a' is given twice; first at x:1"),
-    ("a: &x 1", "x:1: not readable as YAML: anchor x; write plain values"),
-    ("a: 1\nb: {<<: *x}", "x:2: not readable as YAML: anchor x; write plain values"),
-    (
-        "a: !!python/object/apply:os.system [ls]",
-        "x:1: not readable as YAML: tag tag:yaml.org,20",
-    ),
-    ("a: !env HOME", "x:1: not readable as YAML: tag !env; write plain values"),
-    ("? [a]\n: 1", "x:1: a list or group cannot be a key"),
-    ("a: 1\n---\nb: 2", "x:2: not readable as YAML: expected a single document"),
-    ("a:\n\t- 1", "x:2: not readable as YAML"),
-    ('a: "\\UFFFFFFFF"', "x:1: not readable as YAML"),
-    ('a: "\\U00110000"', "x:1: not readable as YAML"),
-    ("a: \x00", "x:1: not readable as YAML"),
-    ("[" * 5000, "x:1: not readable as YAML: maximum recursion depth"),
-]
+REFUSED = r"""
+- [text, message]
+- ["a: 1\nb: 2\na: 3", "x:3: a: key 'a' is given twice; first at x:1"]
+- ["a: &x 1", "x:1: not readable as YAML: anchor x; write plain values"]
+- ["a: 1\nb: {<<: *x}", "x:2: not readable as YAML: anchor x; write plain values"]
+- ["a: !!python/object/apply:os.system [ls]", "x:1: not readable as YAML: tag tag:yaml.org,20"]
+- ["a: !env HOME", "x:1: not readable as YAML: tag !env; write plain values"]
+- ["? [a]\n: 1", "x:1: a list or group cannot be a key"]
+- ["a: 1\n---\nb: 2", "x:2: not readable as YAML: expected a single document"]
+- ["a:\n\t- 1", "x:2: not readable as YAML"]
+- ['a: "\UFFFFFFFF"', "x:1: not readable as YAML"]
+- ['a: "\U00110000"', "x:1: not readable as YAML"]
+- ["a: \0", "x:1: not readable as YAML"]
+- [DEEP, "x:1: not readable as YAML: maximum recursion depth"]
+"""
 
 
-@pytest.mark.parametrize(("text", "message"), REFUSED)
+@rows(REFUSED.replace("DEEP", f"'{'[' * 5000}'"))
 def test_unsupported_yaml_is_refused(text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         read_yaml(text, name="x")
     assert caught.value.text().startswith(message)
 
 
-@pytest.mark.parametrize(
-    "text", ["sqlite:///x.db", "a: b", "a # b", "*x", "!x", "C:\\x", "- a"]
-)
+@pytest.mark.parametrize("text", r"sqlite:///x.db|a: b|a # b|*x|!x|C:\x|- a".split("|"))
 def test_text_on_the_command_line_needs_no_quotes(text: str) -> None:
     assert read_override(f"g.k={text}").values == {"g": {"k": text}}
 
@@ -185,20 +182,11 @@ def test_command_line_beats_file_beats_base_beats_default(here: Path) -> None:
         "base: ../a.yaml\noptim:\n  lr: 2e-3\ndata: {path: b}\n"
         "launch: {setup: [a, b], sbatch: {x: 1}}\n"
     )
-    overrides = [
-        "data.path=c",
-        "launch.setup=[c]",
-        "launch.sbatch={y: 2}",
-        "launch.sbatch.z=3",
-    ]
-    loaded = load_run(PretrainRun, "sub/b.yaml", overrides=overrides)
+    given = "data.path=c|launch.setup=[c]|launch.sbatch={y: 2}|launch.sbatch.z=3"
+    loaded = load_run(PretrainRun, "sub/b.yaml", overrides=given.split("|"))
     run, places = loaded.run, loaded.places
-    assert (run.data.path, run.optim.lr, run.data.global_batch, run.seed) == (
-        "c",
-        2e-3,
-        64,
-        0,
-    )
+    assert (run.data.path, run.optim.lr) == ("c", 2e-3)
+    assert (run.data.global_batch, run.seed) == (64, 0)
     # Lists are replaced, groups merged.
     assert run.launch.setup == ("c",) and run.launch.sbatch == {"x": 1, "y": 2, "z": 3}
     assert places["data", "path"] == "command line"
@@ -269,27 +257,17 @@ BASE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("base", "child", "expected"),
-    [
-        # Another name inherits only the keys that the new group has.
-        ("objective", "{name: mae}", {"name": "mae", "mask_ratio": 0.75}),
-        (
-            "objective",
-            "{name: distillation, teacher: {weights: x}}",
-            {"label_smoothing": 0.1},
-        ),
-        # What was dropped stays dropped, also back at the first name.
-        ("mae", "{name: supervised}", {"loss": "softmax", "label_smoothing": 0.0}),
-        # The same name, or none, inherits all.
-        ("mae", "{normalized_pixels: false}", {"name": "mae", "mask_ratio": 0.5}),
-        (
-            "objective",
-            "{loss: softmax}",
-            {"name": "supervised", "label_smoothing": 0.1},
-        ),
-    ],
-)
+@rows("""
+- [base, child, expected]
+# Another name inherits only the keys that the new group has.
+- [objective, "{name: mae}", {name: mae, mask_ratio: 0.75}]
+- [objective, "{name: distillation, teacher: {weights: x}}", {label_smoothing: 0.1}]
+# What was dropped stays dropped, also back at the first name.
+- [mae, "{name: supervised}", {loss: softmax, label_smoothing: 0.0}]
+# The same name, or none, inherits all.
+- [mae, "{normalized_pixels: false}", {name: mae, mask_ratio: 0.5}]
+- [objective, "{loss: softmax}", {name: supervised, label_smoothing: 0.1}]
+""")
 def test_a_choice_inherits_what_its_group_has(
     here: Path, base: str, child: str, expected: dict[str, Any]
 ) -> None:
@@ -369,7 +347,7 @@ def test_any_configuration_is_a_valid_run_or_a_user_error(
     assert load_run_file(STAGES, "resolved.yaml") == run
 
 
-@pytest.mark.parametrize("text", ["007", "1e3", "0.50", "1.0", "true", "TRUE"])
+@words(text="007 1e3 0.50 1.0 true TRUE")
 def test_the_advice_to_quote_shows_a_value_as_it_was_written(
     text: str, tmp_path: Path
 ) -> None:
@@ -402,13 +380,13 @@ RUN_TYPES = (
 )
 # Texts that name something else than a place of this machine.
 NO_PATHS = {
-    "name", "data.train_split", "data.val_split", "data.only_classes", "model.preset",
-    "model.model", "objective.teacher.model", "split", "push", "source.splits",
-    "source.image_column",
-    "source.label", "source.holdout_split", "stages.N.name", "stages.N.overrides",
-    "stages.N.inputs", "stages.N.after", "stages.N.variants", "overrides", "tracking.uri",
-    "tracking.experiment", "tracking.tags",
-}  # fmt: skip
+    *"""
+    name data.train_split data.val_split data.only_classes model.preset model.model
+    objective.teacher.model split push source.splits source.image_column source.label
+    source.holdout_split stages.N.name stages.N.overrides stages.N.inputs stages.N.after
+    stages.N.variants overrides tracking.uri tracking.experiment tracking.tags
+    """.split()
+}
 
 
 def holds_text(node: dict[str, Any]) -> bool:
@@ -446,15 +424,13 @@ def test_homes_are_expanded_in_every_path_and_nowhere_else(
         "source: {path: ~/images, leave_out: '~', val_labels: a/~/b, splits: {train: ~/x}}\n"
         "labels: {map: ~nobody-here/map.csv, space: ./~/space}\n"
     )
-    run = load_run({"data_prep": DataPrepRun}, file).run
+    run = load_run(DataPrepRun, file).run
     assert (run.output, run.source.path) == ("/home/mé x/shards", "/home/mé x/images")
     assert (run.source.leave_out, run.source.val_labels) == ("/home/mé x", "a/~/b")
     assert (run.labels.map, run.labels.space) == ("~nobody-here/map.csv", "./~/space")
     assert run.source.splits == {"train": "~/x"}
-    words = ["init=~/runs/a", "images=[~/a b.png,hf://x/~y,~root/c]", "output=~/x.csv"]
-    predict = load_run(
-        {"predict": PredictRun}, None, overrides=["stage=predict", *words]
-    ).run
+    given = ["init=~/runs/a", "images=[~/a b.png,hf://x/~y,~root/c]", "output=~/x.csv"]
+    predict = load_run(PredictRun, None, overrides=given).run
     assert predict.images == (
         "/home/mé x/a b.png",
         "hf://x/~y",
@@ -469,12 +445,8 @@ def test_files_are_found_below_the_home(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.yaml").write_text("output: ~/x\nsource: {path: a}\n")
     (tmp_path / "a.yaml").write_text("base: ~/base.yaml\nstage: data_prep\n")
-    assert (
-        load_run({"data_prep": DataPrepRun}, "~/a.yaml").run.output == f"{tmp_path}/x"
-    )
+    assert load_run(DataPrepRun, "~/a.yaml").run.output == f"{tmp_path}/x"
     monkeypatch.setenv("VITSCALE_SITE", "~/site.yaml")
     (tmp_path / "site.yaml").write_text("launch: {partition: mine}\n")
-    assert (
-        load_run({"data_prep": DataPrepRun}, "~/a.yaml").run.launch.partition == "mine"
-    )
+    assert load_run(DataPrepRun, "~/a.yaml").run.launch.partition == "mine"
     assert absolute_uri("sqlite:///~/m.db") == f"sqlite:///{tmp_path}/m.db"

@@ -19,7 +19,7 @@ import torch
 
 from data_prep.sources.protocol import printable
 from tests.support.corpora.sources import listed, opened
-from vitscale.config.errors import UserError
+from tests.support.tables import refused, rows
 from vitscale.config.outside import csv_cell, visible
 from vitscale.models.weights.files import read_tensors
 
@@ -52,7 +52,7 @@ def test_tables_that_unpack_to_far_more_are_refused(make: Any, tmp_path: Path) -
     assert (tmp_path / "x.parquet").stat().st_size < MIB
     before = pa.total_allocated_bytes()
     tracemalloc.start()
-    with pytest.raises(UserError, match="x.parquet': unpacks to .* times its size"):
+    with refused("x.parquet': unpacks to .* times its size"):
         listed(opened("parquet", tmp_path / "x.parquet"))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -62,7 +62,7 @@ def test_tables_that_unpack_to_far_more_are_refused(make: Any, tmp_path: Path) -
 def test_tables_of_paths_that_unpack_to_far_more_are_refused(tmp_path: Path) -> None:
     rows = pa.table({"image": ["x" * MIB] * 70, "label": ["a"] * 70})
     pq.write_table(rows, tmp_path / "t.parquet", compression="zstd")
-    with pytest.raises(UserError, match="unpacks to"):
+    with refused("unpacks to"):
         listed(opened("path_table", tmp_path / "t.parquet"))
 
 
@@ -139,7 +139,7 @@ def endless_view(path: Path) -> Path:
     ],
 )
 def test_weights_that_unpack_to_far_more_are_refused(make: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"x\.\w+: unpacks to .* times its size"):
+    with refused(r"x\.\w+: unpacks to .* times its size"):
         read_tensors(make(tmp_path))
 
 
@@ -197,22 +197,20 @@ def test_every_command_prints_through_the_guard() -> None:
     assert done.stderr == "\\x9b2J\nerror:\nno class \\x1b[2J\n"
 
 
-@pytest.mark.parametrize(
-    "cell, expected",
-    [
-        ('=HYPERLINK("http://x","y")', '\'=HYPERLINK("http://x","y")'),
-        ("+cmd|' /C calc'!A0", "'+cmd|' /C calc'!A0"),
-        ("-2+3", "'-2+3"),
-        ("@SUM(A1)", "'@SUM(A1)"),
-        ("\t=1", "'\\x09=1"),
-        ("\r=1", "'\\x0d=1"),
-        ("-1", "-1"),
-        ("+0.5", "+0.5"),
-        (-1.5, -1.5),
-        (None, None),
-        ("plain = name", "plain = name"),
-    ],
-)
+@rows(r"""
+- [cell, expected]
+- ['=HYPERLINK("http://x","y")', "'=HYPERLINK(\"http://x\",\"y\")"]
+- ["+cmd|' /C calc'!A0", "'+cmd|' /C calc'!A0"]
+- ["-2+3", "'-2+3"]
+- ["@SUM(A1)", "'@SUM(A1)"]
+- ["\t=1", "'\\x09=1"]
+- ["\r=1", "'\\x0d=1"]
+- ["-1", "-1"]
+- ["+0.5", "+0.5"]
+- [-1.5, -1.5]
+- [null, null]
+- [plain = name, plain = name]
+""")
 def test_no_cell_is_a_formula(cell: Any, expected: Any) -> None:
     assert csv_cell(cell) == expected
     file = io.StringIO()

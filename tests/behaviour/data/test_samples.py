@@ -17,7 +17,8 @@ import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.range_server import served
-from vitscale.config.errors import StorageError, UserError
+from tests.support.tables import refused, words
+from vitscale.config.errors import StorageError
 from vitscale.data.index import read_split
 from vitscale.data.loader import evaluation_batches
 from vitscale.data.remote import RemoteFile
@@ -156,7 +157,7 @@ def test_a_passing_error_of_storage_changes_nothing(
 
 
 @pytest.mark.parametrize("kind", READERS)
-@pytest.mark.parametrize("error", ["ESTALE", "EIO"])
+@words(error="ESTALE EIO")
 def test_storage_that_stays_away_ends_the_run_and_is_named(
     shards: Path,
     tmp_path: Path,
@@ -211,23 +212,23 @@ def test_a_read_that_fails_half_way_is_no_damage(shards: Path, no_pauses: None) 
         assert samples.fill(0, OUT)[1] == [] and not errors
 
 
-@pytest.mark.parametrize("error", ["EBADMSG", "EUCLEAN", "ENODATA"])
+@words(error="EBADMSG EUCLEAN ENODATA")
 def test_bytes_that_the_file_system_finds_damaged_are_substituted_in_training_only(
     shards: Path, error: str
 ) -> None:
     with failing(error) as calls:
         _, (lost,) = training(shards).fill(0, OUT)
         assert lost.error == os.strerror(getattr(errno, error)) and len(calls) == 2
-    with failing(error), pytest.raises(UserError, match="'train-00003' cannot be read"):
+    with failing(error), refused("'train-00003' cannot be read"):
         evaluation(shards).fill(3, OUT)
 
 
-@pytest.mark.parametrize("error", ["EACCES", "ENOMEM", "EMFILE"])
+@words(error="EACCES ENOMEM EMFILE")
 def test_an_error_of_the_machine_ends_the_run_at_once(shards: Path, error: str) -> None:
     for samples in (training(shards), evaluation(shards)):
         with (
             failing(error) as calls,
-            pytest.raises(UserError, match=r"^[^']*\.tar: cannot be re"),
+            refused(r"^[^']*\.tar: cannot be re"),
         ):
             samples.fill(0, OUT)
         assert len(calls) == 1
@@ -247,9 +248,7 @@ def test_damage_that_decodes_is_found_in_every_16th_sample(shards: Path) -> None
     for position in range(1, 16):
         assert samples.fill(position, OUT)[1] == []
     for position in (0, 16):
-        with pytest.raises(
-            UserError, match="do not have the hash in the index.*8 substitutes"
-        ):
+        with refused("do not have the hash in the index.*8 substitutes"):
             samples.fill(position, OUT)
 
 

@@ -26,6 +26,7 @@ from data_prep.verification import (
     tar_tasks,
 )
 from tests.support.corpora.shard_folders import make_shard_folder
+from tests.support.tables import Values, rows
 from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, ShardEntry, SplitEntry, read_manifest
 from vitscale.distributed.atomic_files import blake3_of_file
@@ -108,47 +109,29 @@ def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) ->
     write_manifest(folder, manifest=manifest)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (
-            lambda rows: rows[2].update(width=99),
-            "'train-c0-0': is ('png', 5, 4), but the index",
-        ),
-        (
-            lambda rows: rows[2].update(key="x"),
-            "sample 'x': has another name, size, place or",
-        ),
-        (lambda rows: rows[2].update(key="x"), "are not the samples of the index"),
-        (lambda rows: rows[2].update(label=7), "1 labels are outside 0 to 2"),
-        (
-            lambda rows: rows[2].update(label=1),
-            "'train-c0-0': has another name, size, place",
-        ),
-        (lambda rows: rows[2].update(offset=1 << 40), "lies outside the tar"),
-        (
-            lambda rows: rows[3].update(offset=rows[2]["offset"]),
-            "has another name, size, place",
-        ),
-        (lambda rows: rows.pop(2), "holds more than the samples of the index"),
-        (
-            lambda rows: rows[2].update(shard="other.tar"),
-            "samples of the manifest's tars, in their",
-        ),
-        (lambda rows: rows.clear(), "not have the samples of the manifest's tars"),
-        (
-            lambda rows: rows.insert(2, rows.pop(3)),
-            "do not have the manifest's fingerprint",
-        ),
-        (
-            lambda rows: rows[2].update(blake3=None),
-            "not have the samples of the manifest's tars",
-        ),
-    ],
-)
+# The order of the rows, new values in one of them, and what is found.
+@rows("""
+- [order, values, message]
+- ['01234', {width: 99}, "'train-c0-0': is ('png', 5, 4), but the index"]
+- ['01234', {key: x}, "sample 'x': has another name, size, place or"]
+- ['01234', {key: x}, are not the samples of the index]
+- ['01234', {label: 7}, 1 labels are outside 0 to 2]
+- ['01234', {label: 1}, "'train-c0-0': has another name, size, place"]
+- ['01234', {offset: 1099511627776}, lies outside the tar]
+- ['01234', {offset: 1536}, "has another name, size, place"]
+- ['0134', {}, holds more than the samples of the index]
+- ['01234', {shard: other.tar}, "samples of the manifest's tars, in their"]
+- ['', {}, "not have the samples of the manifest's tars"]
+- ['01324', {}, "do not have the manifest's fingerprint"]
+- ['01234', {blake3: null}, "not have the samples of the manifest's tars"]
+""")
 def test_an_index_that_was_written_wrongly_is_found(
-    shards: Path, change: Callable[[list[dict[str, Any]]], object], message: str
+    shards: Path, order: str, values: Values, message: str
 ) -> None:
+    def change(index_rows: list[Values]) -> None:
+        index_rows[2].update(values)
+        index_rows[:5] = [index_rows[int(number)] for number in order]
+
     rewritten(shards, change)
     found = findings(shards)
     assert any(message in text for text in found), found

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 
+from tests.support.tables import rows
 from vitscale.config.errors import (
     FailureKind,
     NodeError,
@@ -96,16 +96,14 @@ def test_the_last_start_counts(tmp_path: Path) -> None:
     assert start.time > 1.7e9
 
 
-CAUSES = yaml.safe_load("""
+@rows("""
+- [kinds, expected]
 - [[peer lost, other, worker, storage], worker]
 - [[peer lost, hang, other], other]
 - [[peer lost, hang], hang]
 - [[hang, killed from outside], killed from outside]
 - [[peer lost], peer lost]
 """)
-
-
-@pytest.mark.parametrize(("kinds", "expected"), CAUSES)
 def test_the_cause_is_the_report_that_knows_most(
     kinds: list[str], expected: str
 ) -> None:
@@ -296,37 +294,34 @@ def test_one_rank_alone_is_all_ranks() -> None:
     assert Watchdog(world, timeout_min=10)._judged(error) is error
 
 
-@pytest.mark.parametrize(
-    ("rank", "error", "recorded"),
-    [
-        (
-            5,
-            on_node(UserError("no GPU"), rank=5, node="n2"),
-            (FailureKind.NODE, 5, "n2"),
-        ),
-        (
-            0,
-            on_node(UserError("no GPU"), rank=5, node="n2"),
-            (FailureKind.NODE, 5, "n2"),
-        ),
-        (3, on_node(UserError("no GPU"), rank=5, node="n2"), None),
-        (0, UserError("no rank has a GPU"), (FailureKind.BAD_INPUT, 0, "here")),
-        (3, UserError("no rank has a GPU"), None),
-        (3, PeerLostError("not all started"), (FailureKind.PEER_LOST, 3, "here")),
-    ],
-)
+START_ERRORS = {
+    "of one node": on_node(UserError("no GPU"), rank=5, node="n2"),
+    "of all": UserError("no rank has a GPU"),
+    "of its own": PeerLostError("not all started"),
+}
+
+
+@rows("""
+- [rank, error, recorded]
+- [5, of one node, [[node, 5, n2]]]
+- [0, of one node, [[node, 5, n2]]]
+- [3, of one node, []]
+- [0, of all, [[bad input, 0, here]]]
+- [3, of all, []]
+- [3, of its own, [[peer lost, 3, here]]]
+""")
 def test_an_error_before_the_watchdog_is_recorded_by_those_who_know_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     rank: int,
-    error: UserError,
-    recorded: tuple[FailureKind, int, str] | None,
+    error: str,
+    recorded: list[list[object]],
 ) -> None:
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("SLURMD_NODENAME", "here")
-    record_start_failure(tmp_path, error)
-    found = [(each.kind, each.rank, each.node) for each in read_failures(tmp_path)]
-    assert found == ([] if recorded is None else [recorded])
+    record_start_failure(tmp_path, START_ERRORS[error])
+    found = [[each.kind, each.rank, each.node] for each in read_failures(tmp_path)]
+    assert found == recorded
 
 
 def test_kinds_of_errors() -> None:
@@ -357,3 +352,14 @@ def test_what_the_loop_begins_is_progress_and_what_a_save_begins_is_not(
         dist.all_reduce(torch.zeros(1), group=group)
         begun.append(collectives_begun() - begun[0])
     assert begun[1:] == [1, 1, 2, 2]
+
+
+def test_events_of_a_node_are_in_the_order_of_their_lines(tmp_path: Path) -> None:
+    """Its clock was an hour ahead for one start, and n2's was right."""
+    folder = tmp_path / "events"
+    folder.mkdir()
+    for node, seconds in (("n1", (10, 20, 3620, 40)), ("n2", (15, 50))):
+        lines = [f'{{"event": "any", "time": {second}}}' for second in seconds]
+        (folder / f"{node}.jsonl").write_text("\n".join(lines))
+    times = [row["time"] for row in read_events(tmp_path)]
+    assert times == [10, 15, 20, 3620, 40, 50]

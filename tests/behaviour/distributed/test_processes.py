@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import signal
 import socket
@@ -16,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
 
+from tests.support.tables import rows
 from tests.support.waiting import wait_until
 from vitscale.distributed.fork_server import (
     ENVIRONMENT,
@@ -30,11 +32,13 @@ from vitscale.distributed.processes import (
     free_port,
     is_alive,
     process_state,
+    quick_imports,
     threads_per_rank,
 )
 
 # Ranks of the node, variables, and the threads of each.
-THREADS = yaml.safe_load("""
+THREADS = """
+- [local_ranks, environment, threads]
 - [1, {}, 8]
 - [2, {}, 4]
 - [16, {}, 1]
@@ -49,10 +53,10 @@ THREADS = yaml.safe_load("""
 - [1, {OMP_NUM_THREADS: "-1"}, 8]
 - [1, {OMP_NUM_THREADS: "²"}, 8]
 - [1, {OMP_NUM_THREADS: "0"}, 1]
-""")
+"""
 
 
-@pytest.mark.parametrize("local_ranks, environment, threads", THREADS)
+@rows(THREADS)
 def test_ranks_share_the_cores_of_a_node(
     monkeypatch: pytest.MonkeyPatch,
     local_ranks: int,
@@ -85,7 +89,8 @@ def test_a_free_port_is_none_that_other_sockets_get() -> None:
 
 
 # What a rank does, its exit code, and the end of what it says.
-ENDINGS = yaml.safe_load(r"""
+ENDINGS = r"""
+- [ending, exit_code, text]
 - [pass, 0, ""]
 - [raise SystemExit, 0, ""]
 - [raise SystemExit(75), 75, ""]
@@ -114,10 +119,10 @@ ENDINGS = yaml.safe_load(r"""
 - [raise StorageError('disk full'), 74, "error:\ndisk full\n"]
 - [raise DivergedError('loss is NaN'), 76, "error:\nloss is NaN\n"]
 - [raise KeyError('lost'), 1, "KeyError: 'lost'\n"]
-""")
+"""
 
 
-@pytest.mark.parametrize("ending, exit_code, text", ENDINGS)
+@rows(ENDINGS)
 def test_rank_script_exits_with_its_code_and_output(
     ending: str, exit_code: int, text: str
 ) -> None:
@@ -181,6 +186,14 @@ if __name__ == "__main__":
     assert done.returncode == 75, done.stderr
     assert ("has not ended for 0.5 s" in done.stderr) == ("child" not in what)
     wait_until(lambda: not is_alive(int(done.stdout)))
+
+
+def test_garbage_is_collected_after_imports_that_fail() -> None:
+    with pytest.raises(ModuleNotFoundError), quick_imports():
+        assert not gc.isenabled()
+        importlib.import_module("no_such_module")
+    assert gc.isenabled() and gc.get_freeze_count()
+    gc.unfreeze()
 
 
 # ---- the server of worker processes: no threads, no signals, nothing of the main script ---------

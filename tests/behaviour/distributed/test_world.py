@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from tests.support.tables import refused, rows
 from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import NodeError, UserError
 from vitscale.distributed import world as world_module
@@ -50,7 +51,7 @@ def test_a_rank_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _see_gpus(monkeypatch, "0,1,2,3", in_slurm=True)
     assert _pick_device("auto", 3) == torch.device("cuda", 3)
     _see_gpus(monkeypatch, "0", in_slurm=False)
-    with pytest.raises(UserError, match="local rank 1 has no GPU: torch finds 1"):
+    with refused("local rank 1 has no GPU: torch finds 1"):
         _pick_device("auto", 1)
 
 
@@ -70,7 +71,7 @@ def test_a_driver_too_old_for_torch_is_an_error(
     assert _pick_device("auto", 0).type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     for wanted in ("auto", "cuda"):
-        with pytest.raises(UserError, match="driver on your system is too old"):
+        with refused("driver on your system is too old"):
             _pick_device(wanted, 0)  # type: ignore[arg-type]  # a literal
     assert _pick_device("cpu", 0).type == "cpu"
 
@@ -136,6 +137,7 @@ def test_ranks_with_devices_of_one_type_join(
 
 
 ODD_DEVICES = """
+- [devices, odd, text]
 - [[cuda, cuda, null], 2, local rank 2 has no GPU]
 - [[null, cuda, cuda], 0, local rank 0 has no GPU]
 - [[cuda, null, null], 1, local rank 1 has no GPU]
@@ -149,10 +151,7 @@ ODD_DEVICES = """
 """
 
 
-@pytest.mark.parametrize(
-    ("devices", "odd", "text"),
-    yaml.safe_load(ODD_DEVICES),
-)
+@rows(ODD_DEVICES)
 def test_every_rank_names_the_one_whose_device_is_unlike_the_others(
     monkeypatch: pytest.MonkeyPatch, devices: list[str | None], odd: int, text: str
 ) -> None:
@@ -241,6 +240,7 @@ def test_a_launcher_is_obeyed(
 
 
 NO_RANKS = """
+- [changes, name]
 - [{RANK: ''}, RANK]
 - [{RANK: one}, RANK]
 - [{RANK: '-1'}, RANK]
@@ -254,16 +254,13 @@ NO_RANKS = """
 """
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    yaml.safe_load(NO_RANKS),
-)
+@rows(NO_RANKS)
 def test_variables_that_name_no_rank_are_one_error(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], name: str
 ) -> None:
     """A container's orchestrator sets some of them for services of the same name."""
     monkeypatch.setattr(os, "environ", {**STALE, "RANK": "9", **changes})
-    with pytest.raises(UserError, match=f"(?s)^{name}: is .*unset RANK") as caught:
+    with refused(f"(?s)^{name}: is .*unset RANK") as caught:
         _complete_environment()
     assert repr(changes[name]) in str(caught.value)
 

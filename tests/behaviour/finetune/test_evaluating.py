@@ -214,7 +214,7 @@ def test_tables_of_ranks_are_joined_in_the_memory_of_one_row_group(
     used, before = [], pa.total_allocated_bytes()
     for _ in predicting._row_groups([pq.ParquetFile(tmp_path / "0")]):
         used.append(pa.total_allocated_bytes() - before)
-    assert len(used) == 9 and max(used) < 3 * table.nbytes
+    assert max(used) < 3 * table.nbytes
 
 
 def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path: Path) -> None:

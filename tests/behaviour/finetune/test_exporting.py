@@ -360,7 +360,7 @@ def test_transformers_sees_the_pixels_of_timm(
     found = levels(processor(PHOTO, return_tensors="pt")["pixel_values"][0])
     assert (found - reference).abs().max() <= 1
     if to == "huggingface":
-        (side, *_) = processor.size.values()
+        (_, side), *_ = processor.size
         shown = {"squash": "", "center_crop": "short side", "squash_crop": "square of"}
         card = (folder / "README.md").read_text()
         assert re.search(f"{shown[resize]}.* {side} (x {side} )?px .bicubic.", card)

@@ -7,11 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from timm.data import auto_augment as timm_augment
 
+from tests.support.tables import words
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images.augment import AUGREG, TIMM, augment, rand_augment, three_augment
 from vitscale.images.settings import (
@@ -21,22 +23,15 @@ from vitscale.images.settings import (
 )
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-EVERYTHING = AugmentSettings(
-    randaugment=RandAugmentSettings(
-        num_ops=2, magnitude=9, policy="timm", magnitude_std=0.5
-    ),
-    erasing=ErasingSettings(probability=0.7, mode="pixel"),
-)
-
-VARIANTS = {
-    "timm, erasing": EVERYTHING,
-    "augreg": AugmentSettings(randaugment=RandAugmentSettings(num_ops=2, magnitude=15)),
-    "augreg 20": AugmentSettings(
-        randaugment=RandAugmentSettings(num_ops=5, magnitude=20)
-    ),
-    "three": AugmentSettings(three_augment=True),
-    "erasing": AugmentSettings(erasing=ErasingSettings(probability=1, mode="rand")),
-}
+VARIANTS = yaml.safe_load("""
+timm, erasing:
+  randaugment: {num_ops: 2, magnitude: 9, policy: timm, magnitude_std: 0.5}
+  erasing: {probability: 0.7, mode: pixel}
+augreg: {randaugment: {num_ops: 2, magnitude: 15}}
+augreg 20: {randaugment: {num_ops: 5, magnitude: 20}}
+three: {three_augment: true}
+erasing: {erasing: {probability: 1, mode: rand}}
+""")
 
 
 class Scripted(CounterRandom):
@@ -78,16 +73,15 @@ def test_any_image_stays_an_image(
     )
     image = torch.from_numpy(levels)
     before = image.clone()
-    result = run(image, VARIANTS[name], key)
+    chosen = AugmentSettings.model_validate(VARIANTS[name])
+    result = run(image, chosen, key)
     assert result.dtype == torch.uint8 and result.shape == image.shape
     assert torch.equal(image, before)
-    assert torch.equal(result, run(image, VARIANTS[name], key)), (
-        "not a function of the key"
-    )
+    assert torch.equal(result, run(image, chosen, key)), "not a function of the key"
     assert run(image, AugmentSettings(), key) is image
 
 
-@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+@words(mode="const rand pixel")
 def test_erasing_fills_one_box(mode: str) -> None:
     image = torch.full((3, 64, 64), 255, dtype=torch.uint8)
     options = AugmentSettings(erasing=ErasingSettings(probability=0.25, mode=mode))
@@ -174,9 +168,7 @@ def test_timm_policy_equals_timm(
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(
-    "name", ["rotate", "shear_x", "shear_y", "translate_x", "translate_y"]
-)
+@words(name="rotate shear_x shear_y translate_x translate_y")
 def test_fill_and_resampling_are_those_of_timms_training(
     name: str, sign: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from tests.support.corpora.image_samples import encoded, png, small_samples
 from tests.support.levels import skip_or_fail
-from vitscale.config.errors import UserError
+from tests.support.tables import Values, refused, rows, words
 from vitscale.images import crops
 from vitscale.images.crops import (
     DECODERS,
@@ -99,37 +100,27 @@ def picture(
 
 
 # Those that our own decoder takes, without and with restart markers; others go to libjpeg.
-ORDINARY: dict[str, dict[str, Any]] = {
-    "4:4:4": {"subsampling": "4:4:4"},
-    "4:2:2": {"subsampling": "4:2:2"},
-    "4:2:0": {"subsampling": "4:2:0"},
-    "coarse": {"subsampling": "4:2:0", "quality": 5},
-    "fine": {"subsampling": "4:4:4", "quality": 100, "optimize": True},
-    "grey": {},
-}
-RESTARTS: dict[str, dict[str, Any]] = {
-    "restarts": {"subsampling": "4:2:0", "restart_marker_blocks": 2},
-    "restarts inside rows": {"subsampling": "4:4:4", "restart_marker_blocks": 3},
-}
-UNUSUAL: dict[str, dict[str, Any]] = {
-    "4:1:1": {},
-    "4:4:0": {},
-    "4:2:0 progressive": {"subsampling": "4:2:0", "progressive": True},
-    "4:4:4 progressive": {"subsampling": "4:4:4", "progressive": True},
-    "RGB": {"keep_rgb": True},
-}
+ORDINARY: dict[str, Values] = yaml.safe_load("""
+"4:4:4": {subsampling: "4:4:4"}
+"4:2:2": {subsampling: "4:2:2"}
+"4:2:0": {subsampling: "4:2:0"}
+coarse: {subsampling: "4:2:0", quality: 5}
+fine: {subsampling: "4:4:4", quality: 100, optimize: true}
+grey: {}
+""")
+RESTARTS: dict[str, Values] = yaml.safe_load("""
+restarts: {subsampling: "4:2:0", restart_marker_blocks: 2}
+restarts inside rows: {subsampling: "4:4:4", restart_marker_blocks: 3}
+""")
+UNUSUAL: dict[str, Values] = yaml.safe_load("""
+"4:1:1": {}
+"4:4:0": {}
+4:2:0 progressive: {subsampling: "4:2:0", progressive: true}
+4:4:4 progressive: {subsampling: "4:4:4", progressive: true}
+RGB: {keep_rgb: true}
+""")
 CODINGS = ORDINARY | RESTARTS | UNUSUAL
-OTHERS = (
-    "PNG",
-    "PNG L",
-    "PNG RGBA",
-    "PNG LA",
-    "PNG P",
-    "PNG 1",
-    "WEBP",
-    "WEBP RGBA",
-    "JPEG CMYK",
-)
+OTHERS = "PNG|PNG L|PNG RGBA|PNG LA|PNG P|PNG 1|WEBP|WEBP RGBA|JPEG CMYK".split("|")
 
 
 def encode(pixels: np.ndarray, coding: str) -> bytes:
@@ -254,25 +245,24 @@ def test_a_huge_image_is_refused_before_it_is_decoded(
                 read(data)
 
 
-@pytest.mark.parametrize(
-    "box",
-    [
-        *(
-            CropBox(0, 0, WIDTH + 1, 1),
-            CropBox(0, 0, 1, HEIGHT + 1),
-            CropBox(WIDTH, 0, 1, 1),
-        ),
-        *(
-            CropBox(-1, 0, 2, 2),
-            CropBox(0, -1, 2, 2),
-            CropBox(0, 0, 0, 5),
-            CropBox(0, 0, 5, 0),
-        ),
-        *(CropBox(2**31, 0, 2**33, 1), CropBox(2**64, 0, 1, 1)),
-    ],
-    ids=str,
-)
-def test_a_box_outside_the_image_is_refused(decoder: Decoder, box: CropBox) -> None:
+# The image has 83 x 61 pixels.
+@rows("""
+- [left, top, width, height]
+- [0, 0, 84, 1]
+- [0, 0, 1, 62]
+- [83, 0, 1, 1]
+- [-1, 0, 2, 2]
+- [0, -1, 2, 2]
+- [0, 0, 0, 5]
+- [0, 0, 5, 0]
+# More than 32 and 64 bits.
+- [2147483648, 0, 8589934592, 1]
+- [18446744073709551616, 0, 1, 1]
+""")
+def test_a_box_outside_the_image_is_refused(
+    decoder: Decoder, left: int, top: int, width: int, height: int
+) -> None:
+    box = CropBox(left, top, width, height)
     with pytest.raises(ValueError):
         decoder.crop(encode(picture(WIDTH, HEIGHT), "4:2:0"), request_of(box))
 
@@ -284,11 +274,11 @@ def test_a_machine_without_the_extension_says_how_to_get_it(
     monkeypatch.delattr("vitscale.images.jpeg._region", raising=False)
     crops.missing.cache_clear()
     try:
-        with pytest.raises(UserError, match="libjpeg-dev") as error:
+        with refused("libjpeg-dev") as error:
             resolve_decoder("region")
         assert "auto, whole" in str(error.value)
         assert resolve_decoder("auto") == "whole"
-        with pytest.raises(UserError, match="needs AVX2 and the C extension"):
+        with refused("needs AVX2 and the C extension"):
             require_entry_points(where="x")
     finally:
         crops.missing.cache_clear()
@@ -314,7 +304,7 @@ def cut(data: bytes, points: bytes, box: CropBox = LARGE) -> tuple[bool, np.ndar
     return crops.decode_region(data, request, pixels), pixels
 
 
-@pytest.mark.parametrize("coding", ["4:4:4", "4:2:0", "grey"])
+@words(coding="4:4:4 4:2:0 grey")
 def test_what_is_above_the_box_is_not_decoded(vectors: None, coding: str) -> None:
     """Damage there ends decoding from the top, and is not seen from the entry points."""
     data = large_jpeg(coding)

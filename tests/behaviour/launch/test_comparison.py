@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launch.comparison.differences import compare, dependences, parse_budget
-from launch.comparison.page import (
-    MAX_CLASSES,
-    MAX_POINTS,
-    render,
-)
+from launch.comparison.page import MAX_CLASSES, MAX_POINTS, render
 from launch.comparison.report import tables, write_csv, write_json
 from launch.comparison.runs import ComparedRun, load_runs
 from launch.comparison.sync import final_status, sync
@@ -26,7 +23,7 @@ from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_at
 from launch.jobs.states import read_state
 from pretrain.run import PretrainRun
 from tests.support.run_folders import logged_run
-from tests.support.tables import refused
+from tests.support.tables import refused, rows
 from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.distributed.events import append_event
@@ -105,29 +102,32 @@ def test_budgets_are_read() -> None:
             parse_budget(text)
 
 
+# The values of a metric, and the best one.
+SERIES = yaml.safe_load("""
+train/loss: [[.nan, 3.0, 2.0, -.inf, 4.0], 2.0]
+val/top1: [[.nan, 0.5, 0.75, .inf, 0.25], 0.75]
+val/ema_top1: [[.nan, .nan, .nan, .nan, .nan], null]
+train/lr: [[0.1, 0.2, 0.1, 0.2, 0.1], null]
+x/data_wait: [[3.0, 1.0, 4.0, 1.0, 5.0], 1.0]
+x/error: [[3.0, 1.0, 4.0, 1.0, 5.0], 1.0]
+x/mfu: [[3.0, 1.0, 4.0, 1.0, 5.0], 5.0]
+x/images_per_s: [[3.0, 1.0, 4.0, 1.0, 5.0], 5.0]
+x/top5: [[3.0, 1.0, 4.0, 1.0, 5.0], 5.0]
+x/real_accuracy: [[3.0, 1.0, 4.0, 1.0, 5.0], 5.0]
+""")
+
+
 def test_best_and_changes_follow_the_direction_and_ignore_what_is_not_finite() -> None:
-    nan, inf = math.nan, math.inf
-    series = {
-        "train/loss": (nan, 3.0, 2.0, -inf, 4.0),
-        "val/top1": (nan, 0.5, 0.75, inf, 0.25),
-    }
-    series |= {"val/ema_top1": (nan,) * 5, "train/lr": (0.1, 0.2, 0.1, 0.2, 0.1)}
-    directions = {"data_wait": 1.0, "mfu": 5.0, "images_per_s": 5.0, "top5": 5.0}
-    directions |= {"real_accuracy": 5.0, "error": 1.0}
-    series |= {f"x/{name}": (3.0, 1.0, 4.0, 1.0, 5.0) for name in directions}
     rows = [
-        dict(zip(series, values, strict=True))
-        for values in zip(*series.values(), strict=True)
+        {name: values[step] for name, (values, _) in SERIES.items()}
+        for step in range(5)
     ]
-    best = {line.key: line.best for line in compare([logged(*rows)]).metrics}
-    assert best == {
-        "train/loss": (2.0,), "val/top1": (0.75,), "val/ema_top1": (None,), "train/lr": (None,)
-    } | {f"x/{name}": (value,) for name, value in directions.items()}  # fmt: skip
-    first, loss = (
-        logged({"train/loss": 2.0, "val/top1": 0.5}),
-        logged({"train/loss": 1.5}),
-    )
-    top1 = logged({"train/loss": nan, "val/top1": 0.25})
+    found = {line.key: line.best for line in compare([logged(*rows)]).metrics}
+    assert found == {name: (best,) for name, (_, best) in SERIES.items()}
+
+    first = logged({"train/loss": 2.0, "val/top1": 0.5})
+    loss = logged({"train/loss": 1.5})
+    top1 = logged({"train/loss": math.nan, "val/top1": 0.25})
     lines = {line.key: line for line in compare([first, loss, top1]).metrics}
     changes = {
         key: [line.change(d) for d in line.deltas] for key, line in lines.items()
@@ -140,10 +140,8 @@ def test_best_and_changes_follow_the_direction_and_ignore_what_is_not_finite() -
 
 def test_only_differing_parameters_are_listed() -> None:
     params = {"seed": "7", "optim.lr": "0.1"}
-    first, second = (
-        logged({}, **params),
-        logged({}, **params | {"optim.lr": "0.2", "x": "3"}),
-    )
+    first = logged({}, **params)
+    second = logged({}, **params | {"optim.lr": "0.2", "x": "3"})
     compared = compare([first, second])
     assert compared.params == (("optim.lr", ("0.1", "0.2")), ("x", (None, "3")))
     assert compared.num_equal_params == 1 and len(compare([first]).params) == 2
@@ -292,10 +290,7 @@ def test_files_have_every_run_and_metric(tmp_path: Path) -> None:
     assert found["a", "val/top1"] == ("nan", "0.2", "0.4")
     assert found["b", "val/top1"] == ("0.3", "0.3", "0.3")
     read = json.loads((tmp_path / "c.json").read_text())
-    assert [(each["label"], each["steps"]) for each in read["runs"]] == [
-        ("a", 30),
-        ("b", 10),
-    ]
+    assert {each["label"]: each["steps"] for each in read["runs"]} == {"a": 30, "b": 10}
     assert read["budget"] == {"axis": "steps", "total": 10.0, "steps": [10, 10]}
     assert read["metrics"][0]["final"] == ["NaN", 0.3]
     with refused("cannot be written"):
@@ -376,10 +371,8 @@ def test_runs_without_the_metric_at_the_budget_are_named_with_their_last_value()
 ):
     short, long = logged(*[{"val/top1": 0.5}] * 4, label="short"), [{"x": 1.0}] * 7
     late = logged(*long, {"val/top1": 0.9}, label="late")
-    never, lost = (
-        logged(*long, label="never"),
-        logged(*[{"val/top1": math.nan}] * 8, label="lost"),
-    )
+    never = logged(*long, label="never")
+    lost = logged(*[{"val/top1": math.nan}] * 8, label="lost")
     other = logged(*[{"val/top1": 0.25}] * 5, label="other")
     text = verdict(short, late, never, lost, other)
     assert (
@@ -539,16 +532,14 @@ def test_the_page_has_the_accuracy_of_each_class(tmp_path: Path) -> None:
     assert rows[2] == ["class 0", "0"] and len(rows) == MAX_CLASSES + 2
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "label,class\n0,a\n",
-        "class,top1\na,much\n",
-        "class,top1\na,nan\n",
-        "\xff\xfe",
-    ],
-)
+@rows(r"""
+- [text]
+- [""]
+- ["label,class\n0,a\n"]
+- ["class,top1\na,much\n"]
+- ["class,top1\na,nan\n"]
+- ["\xff\xfe"]
+""")
 def test_an_odd_table_of_classes_is_left_out(text: str, tmp_path: Path) -> None:
     folder = tmp_path / "evaluation"
     folder.mkdir()

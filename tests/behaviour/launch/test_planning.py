@@ -27,6 +27,7 @@ from launch.planning.dry_run import (
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.tables import rows
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.data.index import read_split, sample_keys
@@ -145,15 +146,16 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
         check_data(run, data_facts(run))
 
 
-TARS = yaml.safe_load("""
+TARS = """
+- [tasks, nodes, workers, refused]
 - [1, 1, 4, null]
 - [4, 1, 0, null]
 - [2, 1, 3, "fewer tars (4) than loader processes (6 = "]
 - [1, 1-8, 2, "fewer tars (4) than loader processes (16 = "]
-""")
+"""
 
 
-@pytest.mark.parametrize(("tasks", "nodes", "workers", "refused"), TARS)
+@rows(TARS)
 def test_tars_without_an_index_are_enough_for_the_loader_processes(
     tasks: int, nodes: Any, workers: int, refused: str | None
 ) -> None:
@@ -171,6 +173,7 @@ def test_tars_without_an_index_are_enough_for_the_loader_processes(
 
 
 SHARES = """
+- [batch, tasks, nodes, parts]
 - [4020, 60, 1, [only 1 of the 64 images, 3960 (33 images) or 4080 (34 images)]]
 - [4288, 32, 1, [only 2 of the 64 images, 4224 (44 images) or 4320 (45 images)]]
 - [4288, 1, 1-32, [the 134 images of each of 32 ranks, 'small on 16, 8, 4 nodes']]
@@ -179,10 +182,7 @@ SHARES = """
 """
 
 
-@pytest.mark.parametrize(
-    ("batch", "tasks", "nodes", "parts"),
-    yaml.safe_load(SHARES),
-)
+@rows(SHARES)
 def test_a_share_that_cannot_be_divided_well_is_a_warning(
     batch: int, tasks: int, nodes: Any, parts: list[str]
 ) -> None:
@@ -223,7 +223,7 @@ def test_a_run_that_fits_has_no_finding() -> None:
         "2.0 shards and 8 samples for each of 1 rank(s) x 2"
     )
     # 5.5 million parameters, each with two moments of AdamW.
-    assert found["disk"].detail.startswith("a checkpoint has 0.0617 GiB; ")
+    assert found["disk"].detail.startswith("a checkpoint has 66.3 MB; ")
 
 
 def test_damaged_shards_are_named(folder: Path) -> None:
@@ -236,7 +236,8 @@ def test_damaged_shards_are_named(folder: Path) -> None:
 
 
 # Settings, the check that they fail, its result, and what it says.
-UNFIT = yaml.safe_load("""
+UNFIT = """
+- [changes, row, result, expected]
 - [{launch: {nodes: 4}}, loader, warning, 4 shards for 4 rank(s) x 2]
 - [{data: {global_batch: 32}}, loader, warning, 16 samples are less than one batch]
 - [{launch: {}}, cores, warning, 1 core(s) per task for 1 training and 2 loader]
@@ -247,11 +248,11 @@ UNFIT = yaml.safe_load("""
   - warning
   - t.pth does not exist here
 - [{output: file/run}, disk, error, cannot write to]
-- [{model: {preset: H/14, depth: 147456}}, disk, error, GiB needed]
-""")
+- [{model: {preset: H/14, depth: 147456}}, disk, error, TB needed]
+"""
 
 
-@pytest.mark.parametrize("changes, row, result, expected", UNFIT)
+@rows(UNFIT)
 def test_what_does_not_fit_is_named(
     folder: Path, changes: dict[str, Any], row: str, result: str, expected: str
 ) -> None:

@@ -16,6 +16,7 @@ import yaml
 from launch.jobs.preparation import check_job, job_folder, prepare_job, submitting
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, _say_once, sbatch_text, submit_to_slurm
+from tests.support.tables import refused
 from vitscale.config.errors import UserError
 from vitscale.config.packaged import RECORD_NAME, source_version
 from vitscale.runs.data_prep import DataPrepRun
@@ -78,14 +79,12 @@ def test_what_is_no_code_is_not_copied(root: Path, tmp_path: Path) -> None:
     (root / "vitscale/lost.py").symlink_to("nowhere")
     (root / "vitscale/itself.py").symlink_to("itself.py")
     (root / "vitscale/up").symlink_to(root)
-    names = {
-        str(path.relative_to(copy_of(root, tmp_path)))
-        for path in copy_of(root, tmp_path).rglob("*.py")
-    }
+    copy = copy_of(root, tmp_path)
+    names = {str(path.relative_to(copy)) for path in copy.rglob("*.py")}
     assert names == {"vitscale/model.py", "vitscale/old.py"}
     with open(root / "vitscale/weights.npz", "wb") as file:
         file.truncate(1 << 42)
-    with pytest.raises(UserError, match="weights.npz: has 4,398,046,511,104 bytes"):
+    with refused("weights.npz: has 4,398,046,511,104 bytes"):
         copy_of(root, tmp_path)
 
 
@@ -154,10 +153,10 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
     )
     Path(job.config).unlink()
     Path(job.config).mkdir()
-    with pytest.raises(UserError, match="output=.*: cannot be written"):
+    with refused("output=.*: cannot be written"):
         prepare_job(run, cluster="slurm")
     monkeypatch.setattr(os, "getuid", lambda: 1234)
-    with pytest.raises(UserError, match="another user, who could change the job"):
+    with refused("another user, who could change the job"):
         prepare_job(run, cluster="slurm")
 
 
@@ -166,7 +165,7 @@ def test_sbatch_reads_no_folder_otherwise(mark, tmp_path, monkeypatch) -> None:
     (tmp_path / f"a{mark}b").mkdir()
     monkeypatch.chdir(tmp_path / f"a{mark}b")
     run = DataPrepRun.model_validate({"output": "x", "source": {"path": "images"}})
-    with pytest.raises(UserError, match="the job folder's path .* contains"):
+    with refused("the job folder's path .* contains"):
         check_job(run, cluster="slurm")
 
 
@@ -288,15 +287,10 @@ def test_a_job_around_the_shell_gives_nothing_to_the_new_one(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    of_job = {
-        "SLURM_JOB_ID": "17",
-        "SLURM_NTASKS": "3",
-        "SLURM_JOB_GPUS": "0",
-        "SLURMD_NODENAME": "n",
-    }
-    for name, value in of_job.items():
-        monkeypatch.setenv(name, value)
-    assert not seen_by_sbatch(LaunchSettings()).keys() & of_job.keys()
+    of_job = "SLURM_JOB_ID SLURM_NTASKS SLURM_JOB_GPUS SLURMD_NODENAME".split()
+    for name in of_job:
+        monkeypatch.setenv(name, "3")
+    assert not seen_by_sbatch(LaunchSettings()).keys() & {*of_job}
     assert capsys.readouterr().err == ""  # all of them, as everybody expects
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import glob
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes import c_char_p
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from launch.comparison.runs import load_runs
 from launch.jobs import queue
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
 from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, requeue, user_jobs
+from launch.jobs.reasons import how_it_ended, why_it_waits
 from launch.jobs.states import (
     RunState,
     as_text,
@@ -25,7 +28,9 @@ from launch.jobs.states import (
     line_of,
     read_state,
 )
+from tests.support.levels import skip_or_fail
 from tests.support.run_folders import logged_run
+from tests.support.tables import refused, rows
 from vitscale.config.errors import UserError
 from vitscale.distributed.events import (
     FAILED,
@@ -39,7 +44,7 @@ from vitscale.tracking.journal import Row, encode
 
 NOW = round(time.time(), 3)
 JOB = "4711"
-SCRIPT = "submission_file_1a2b.sh"
+SCRIPT = ".submission_file_1a2b.sh"
 
 
 class RunFolder:
@@ -48,7 +53,13 @@ class RunFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "slurm" / JOB).mkdir(parents=True)
-        (folder / "slurm" / SCRIPT).touch()
+        # As submitit leaves it: the folder of the job may be gone.
+        (folder / "slurm" / SCRIPT).symlink_to(f"{JOB}/{JOB}_submission.sh")
+        self.submit(NOW - 100)
+
+    def submit(self, moment: float) -> None:
+        path = self.folder / "slurm" / SCRIPT
+        os.utime(path, (moment, moment), follow_symlinks=False)
 
     def log(self, step: int, *, ago: float = 10.0, **metrics: float) -> None:
         """The end of an interval, of a training of 100 steps that has started a minute ago."""
@@ -59,12 +70,12 @@ class RunFolder:
         with open(self.folder / "journal.jsonl", "ab") as file:
             file.write(encode(row))
 
-    def attempt(self, ending: Ending | None, *, number: int = 1) -> None:
+    def attempt(self, ending: str | None, *, number: int = 1, **more: Any) -> None:
         """One that has started a minute ago, and ended now unless `ending` is None."""
         values = {"number": number, "cluster": "slurm", "job_id": JOB, "restart": 0}
         ended = {"ended": NOW, "ending": ending, "reason": "why"} if ending else {}
         where = {"nodes": ["n1", "n2"], "started": NOW - 60}
-        append_event(self.folder, ATTEMPT, values | where | ended)
+        append_event(self.folder, ATTEMPT, values | where | ended | more)
 
     def checkpoint(self, step: int) -> None:
         folder = self.folder / f"checkpoints/step-{step:08d}"
@@ -109,6 +120,9 @@ def test_a_run_without_new_lines_says_so(run: RunFolder) -> None:
     run.log(4, ago=40)
     found = read_state(run.folder, [job("RUNNING", start=NOW - 60)])
     assert "last step 0:03:00 ago" in line_of(found, now=NOW + 140)
+    run.log(99, ago=35)  # a second before its end
+    found = read_state(run.folder, [job("RUNNING", start=NOW - 60)])
+    assert "left" not in line_of(found, now=NOW)
 
 
 def test_a_complete_run_is_finished(run: RunFolder) -> None:
@@ -123,29 +137,22 @@ def test_a_complete_run_is_finished(run: RunFolder) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("ending", "state"),
-    [
-        (Ending.DONE, RunState.FINISHED),
-        (Ending.STOPPED, RunState.STOPPED),
-        (Ending.ENDED_BY_SLURM, RunState.STOPPED),
-        (Ending.FAILED, RunState.FAILED),
-        (None, RunState.FAILED),  # its node died, and no attempt followed
-    ],
-)
-def test_the_last_attempt_says_how_a_run_ended(
-    run: RunFolder, ending: Ending | None, state: RunState
-) -> None:
+# The end of the last attempt, and the state; the last one's node died, and no attempt followed.
+LAST = "done/finished|stopped/stopped|ended by SLURM/stopped|failed/failed|/failed"
+
+
+@pytest.mark.parametrize("case", LAST.split("|"))
+def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, case: str) -> None:
+    ending, state = case.split("/")
     run.log(10)
-    run.attempt(ending)
-    run.attempt(Ending.DONE, number=2)
-    run.attempt(ending, number=3)
+    for number, each in enumerate((ending, "done", ending), start=1):
+        run.attempt(each or None, number=number)
     found = read_state(run.folder, [])
-    restarts = {} if ending in (None, Ending.DONE) else {str(ending): 1}
+    is_ended = ending not in ("", "done")
+    restarts = {ending: 1} if is_ended else {}
     since = NOW if ending else NOW - 10  # the last line of its journal
     assert (found.state, found.restarts, found.since) == (state, restarts, since)
-    is_explained = ending not in (None, Ending.DONE)
-    assert (": why" in run.line()) == is_explained
+    assert (": why" in run.line()) == is_ended
 
 
 def test_without_slurm_an_open_attempt_counts_as_running(run: RunFolder) -> None:
@@ -182,17 +189,10 @@ def test_a_training_of_another_launcher_has_failed(run: RunFolder) -> None:
 
 
 def test_a_job_without_nodes_waits_for_what_slurm_says(run: RunFolder) -> None:
-    """JOB STATE CODES and JOB REASON CODES of `man squeue`."""
+    """JOB STATE CODES of `man squeue`."""
     run.attempt(Ending.STOPPED)
     for state in "REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT SUSPENDED".split():
         assert read_state(run.folder, [job(state)]).state is RunState.PAUSED
-    for reason, words in {
-        "Dependency": "waits for another job",
-        "DependencyNeverSatisfied": "never start",
-        "PartitionNodeLimit": "fewer nodes",
-        "PartitionTimeLimit": "more time",
-    }.items():
-        assert words in run.line(job("PENDING", reason=reason))
 
 
 def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
@@ -239,6 +239,147 @@ def test_several_runs_are_ordered_and_counted(run: RunFolder) -> None:
     assert "is suspended and goes on by itself" in as_text([suspended], now=NOW)
 
 
+# ---- what must be done -------------------------------------------------------------------------
+
+# State, reason as squeue prints it, and what to do: by slurm.schedmd.com/job_reason_codes.html.
+TO_DO = """\
+PENDING|JobHeldUser|next: `scontrol release 4711`
+PENDING|job requeued in held state|next: `scontrol release 4711`
+SPECIAL_EXIT|job requeued in held state|next: `scontrol release 4711`
+REQUEUE_HOLD|None|next: `scontrol release 4711`
+PENDING|JobHeldAdmin|an administrator: `scontrol release 4711`
+PENDING|launch failed requeued held|next: `scontrol release 4711`; an administrator: `sinfo -R`
+PENDING|launch_failed_requeued_held|next: `scontrol release 4711`; an administrator: `sinfo -R`
+PENDING|JobHoldMaxRequeue|next: `scontrol release 4711`
+PENDING|Nodes required for job are DOWN, DRAINED or reserved|an administrator: `sinfo -R`
+PENDING|ReqNodeNotAvail, UnavailableNodes:n[1-2]|update nodename=n[1-2] state=resume`
+PENDING|ReqNodeNotAvail(Unavailable:n1)|update nodename=n1 state=resume`
+PENDING|ReqNodeNotAvail, Reserved for maintenance|update jobid=4711 timelimit=MINUTES`
+PENDING|ReqNodeNotAvail, May be reserved for other job|it starts by itself
+PENDING|NodeDown|an administrator: `sinfo -R`
+PENDING|DependencyNeverSatisfied|never starts (DependencyNeverSatisfied); next: `scancel 4711`
+PENDING|Dependency|it starts by itself
+PENDING|PartitionDown|an administrator: `scontrol update partitionname=NAME state=up`
+PENDING|PartitionInactive|next: `scontrol update jobid=4711 partition=NAME`
+PENDING|PartitionTimeLimit|never starts (PartitionTimeLimit); next: `scontrol update jobid=4711 ti
+PENDING|PartitionConfig|never starts (PartitionConfig); next: `scancel 4711`
+PENDING|BadConstraints|never starts (BadConstraints); next: `scancel 4711`
+PENDING|Reservation|it starts by itself
+PENDING|ReservationDeleted|next: `scontrol update jobid=4711 reservationname=`
+RESV_DEL_HOLD|None|next: `scontrol update jobid=4711 reservationname=`
+PENDING|Licenses|it starts by itself
+PENDING|InvalidAccount|another launch.account; an administrator adds you
+PENDING|InvalidQOS|another launch.sbatch.qos; an administrator adds you
+PENDING|QOSMaxWallDurationPerJobLimit|never starts (QOSMaxWallDurationPerJobLimit); next: `scan
+PENDING|QOSMinGRES|never starts (QOSMinGRES); next: `scancel 4711`
+PENDING|QOSMaxJobsPerUserLimit|it starts by itself when running jobs
+PENDING|MaxGRESPerAccount|it starts by itself when running jobs
+PENDING|AssocGrpCPUMinutesLimit|or an administrator adds time
+PENDING|AssocGrpCPURunMinutesLimit|it starts by itself when running jobs
+PENDING|QOSUsageThreshold|or an administrator adds time
+PENDING|BurstBufferOperation|an administrator: `scontrol show job 4711`
+PENDING|OfTomorrow|next: `scontrol show job 4711`; ask an administrator
+PENDING|None|it starts by itself
+SUSPENDED|None|goes on by itself; an administrator: `scontrol resume 4711`
+STOPPED|None|next: `scancel --signal=CONT 4711`
+CONFIGURING|None|it starts by itself
+COMPLETING|NonZeroExitCode|an administrator: `scontrol update nodename=NODE state=down
+"""
+# How the last attempt ended, what SLURM says of the job (nothing: it has forgotten it), and what
+# status says.
+ENDS = """\
+||not started: job 4711 ended before the run started, and SLURM no longer says why; submit
+|CANCELLED DependencyNeverSatisfied|not started: job 4711 was cancelled, since a job that it needs
+|CANCELLED JobHeldUser|not started: job 4711 was cancelled (CANCELLED, JobHeldUser) before the run
+|FAILED JobLaunchFailure|failed: job 4711 could not be started (FAILED, JobLaunchFailure) before
+|FAILED NonZeroExitCode|failed: job 4711 failed (FAILED, NonZeroExitCode) before the run started
+|BOOT_FAIL None|nodename=NODE state=resume` returns it; the same command resumes it
+open||failed: no record of its end: it was cancelled, or its node died; the same command resumes it
+open|CANCELLED None|stopped: job 4711 was cancelled (CANCELLED); the same command resumes it
+open|NODE_FAIL None|failed: job 4711 lost a node (NODE_FAIL); an administrator: `sinfo -R`
+open|TIMEOUT TimeLimit|failed: job 4711 reached its time limit (TIMEOUT, TimeLimit); the same
+open|OUT_OF_MEMORY OutOfMemory|a larger launch.mem_gb, or fewer data.num_workers, may help; the same
+ended by SLURM|CANCELLED None|stopped, 0:00:00 ago: job 4711 was cancelled (CANCELLED); the same
+ended by SLURM|FAILED JobLaunchFailure|job 4711 could not be started (FAILED, JobLaunchFailure); the
+failed|FAILED NonZeroExitCode|failed, 0:00:00 ago: rank 1 was killed
+failed requeued|FAILED JobLaunchFailure|rank 1 was killed; requeued, but job 4711 could not be sta
+failed requeued|CANCELLED BeginTime|stopped, 0:00:00 ago: rank 1 was killed; requeued, but job 4711
+failed requeued||requeued, but job 4711 ended before the run started again, and SLURM no longer says
+stopped requeued|PREEMPTED None|job 4711 was preempted (PREEMPTED) before the run started again; the
+"""
+LIBRARIES = ("/usr/lib/*/slurm-wlm/libslurmfull.so", "/usr/lib*/slurm/libslurmfull.so")
+
+
+@pytest.mark.parametrize("case", TO_DO.splitlines())
+def test_a_job_that_waits_says_what_to_do(run: RunFolder, case: str) -> None:
+    state, reason, to_do = case.split("|")
+    waiting = job(state, reason=None if reason == "None" else reason)
+    assert to_do in run.line(waiting)
+
+
+@pytest.mark.slurm
+def test_slurm_has_no_reason_without_advice() -> None:
+    """All that the installed SLURM may say."""
+    found = [path for each in LIBRARIES for path in glob.glob(each)]
+    if not found:
+        skip_or_fail("no SLURM here")
+    library = ctypes.CDLL(found[0])
+    library.job_reason_string.restype = library.job_state_string.restype = c_char_p
+    reasons = {library.job_reason_string(code).decode() for code in range(400)}
+    codes = [*range(16), *(1 << bit for bit in range(8, 24))]
+    states = {library.job_state_string(code).decode() for code in codes} - {"?"}
+    assert len(reasons) > 190 and len(states) > 20
+    jobs = [job("PENDING", reason=reason) for reason in reasons if reason.isalpha()]
+    jobs += [job(state) for state in states]
+    for each in jobs:
+        _, to_do = (how_it_ended if each.has_ended else why_it_waits)(each)
+        assert each.has_ended or (to_do and "ask an" not in to_do), each
+
+
+@pytest.mark.parametrize("case", ENDS.splitlines())
+def test_an_end_that_no_attempt_has_recorded_is_explained(
+    run: RunFolder, case: str
+) -> None:
+    attempt, said, line = case.split("|")
+    ending = attempt.removesuffix(" requeued").replace("open", "")
+    requeued = {"is_requeued": True} if "requeued" in attempt else {}
+    if attempt:
+        reason = "rank 1 was killed" if ending else ""
+        run.attempt(ending or None, reason=reason, **requeued)
+    state, _, reason = said.partition(" ")
+    jobs = [job(state, reason=None if reason == "None" else reason)] if said else []
+    assert line in run.line(*jobs)
+
+
+def test_an_attempt_that_follows_the_submission_counts(run: RunFolder) -> None:
+    for moment, is_later in ((NOW - 90, True), (NOW, False)):
+        run.submit(moment)
+        run.attempt(Ending.FAILED, reason="rank 1 was killed", job_id="4710")
+        assert ("rank 1 was killed" in run.line()) == is_later
+
+
+@pytest.mark.parametrize("here_ahead", [-300, 0, 300])
+@pytest.mark.parametrize("node_ahead", [-300, 0, 300])
+def test_clocks_that_differ_change_no_age(
+    run: RunFolder, here_ahead: int, node_ahead: int
+) -> None:
+    began = NOW - 60 + node_ahead
+    run.attempt(None, started=began)
+    facts = {"time": began, "first_step": 0, "total_steps": 100}
+    append_event(run.folder, STARTED, facts)
+    run.log(1, ago=50 - node_ahead)
+    run.log(41, ago=10 - node_ahead)
+    running = job("RUNNING", start=NOW - 61, seen=NOW)
+    line = line_of(read_state(run.folder, [running]), now=NOW + here_ahead)
+    assert (
+        "running for 0:01:01, step 41 of 100 (41%), 0:0" in line and "ago" not in line
+    )
+    assert "0:00:00" not in line
+    queued = job("PENDING", reason="Resources", submitted=NOW - 60, seen=NOW)
+    line = line_of(read_state(run.folder, [queued]), now=NOW + here_ahead)
+    assert "(0:01:00)" in line
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs: one trained, one submitted, two of a chain; and what is none."""
@@ -264,30 +405,40 @@ def test_runs_are_found_by_name_and_by_folder(here: Path, monkeypatch) -> None:
     assert find_runs(["vit", "runs/vit"]) == [Path("runs/vit")]
     assert find_runs(["chain"]) == [Path("runs/chain/a"), Path("runs/chain/b")]
     monkeypatch.chdir(here / "images")
-    with pytest.raises(UserError, match="no such run: runs\n"):
+    with refused("no such run: runs\n"):
         find_runs([])
 
 
-NO_RUNS = yaml.safe_load(r"""
+NO_RUNS = r"""
+- [names, report]
 - [[images], "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit"]
 - [[vitt], 'no such run: vitt\n.*\n.*did you mean vit\?']
 - - [x, runs/vit/config.yaml]
   - "(?s)no such run: x.*no such run: runs/vit/config.yaml"
-""")
+"""
 
 
-@pytest.mark.parametrize(("names", "report"), NO_RUNS)
+@rows(NO_RUNS)
 def test_a_name_that_is_no_run_is_an_error(
     here: Path, names: list[str], report: str
 ) -> None:
-    with pytest.raises(UserError, match=report):
+    with refused(report):
         find_runs(names)
 
 
 # ---- jobs of a run folder, read from squeue's answer --------------------------------------------
 
-# As squeue of SLURM 22.05 prints them with SLURM_TIME_FORMAT=%s.
+# As squeue of SLURM 22.05 prints them with SLURM_TIME_FORMAT=%s and --verbose.
 ANSWER = """\
+-----------------------------
+array       = true
+format      = %i|%F|%T|%r|%S|%N|%V|%o
+verbose     = 1
+-----------------------------
+
+
+Fri Nov 27 23:20:52 2026
+last_update_time=1795371199 records=5
 10|10|PENDING|Dependency|N/A||1795371188|/runs/a|b/slurm/.submission_file_c2.sh
 9_1|9|RUNNING|None|1795371189|n[1-2]|1795371188|/runs/a|b/slurm/.submission_file_c1.sh
 9_0|9|FAILED|NonZeroExitCode|1795371189|n1|1795371188|/runs/a|b/slurm/.submission_file_c1.sh
@@ -324,6 +475,7 @@ def test_a_folder_has_the_jobs_whose_script_it_holds(
 def test_settings_of_squeue_do_not_filter_jobs(squeue: Path, monkeypatch) -> None:
     for name in ("SQUEUE_PARTITION", "SINFO_FORMAT"):
         monkeypatch.setenv(name, "other")
+    assert {each.seen for each in user_jobs()} == {1795371199.0}
     assert len(user_jobs()) == 5
     seen = Path(f"{squeue}.env").read_text()
     assert "=other" not in seen and "SLURM_TIME_FORMAT=%s" in seen
@@ -340,7 +492,8 @@ def test_no_answer_says_why(squeue: Path, monkeypatch) -> None:
 
 
 # How often SLURM refuses, every two seconds, and why; whether the job is queued in the end.
-REFUSALS = yaml.safe_load("""
+REFUSALS = """
+- [times, text, is_queued]
 - [0, '', true]
 - [149, Unable to contact slurm controller (connect failure), true]
 - [152, Unable to contact slurm controller (connect failure), false]
@@ -352,10 +505,10 @@ REFUSALS = yaml.safe_load("""
 - [1, Requested operation is presently disabled, false]
 - [1, Invalid job id specified, false]
 - [1, Access/permission denied, false]
-""")
+"""
 
 
-@pytest.mark.parametrize(("times", "text", "is_queued"), REFUSALS)
+@rows(REFUSALS)
 def test_requeueing_is_tried_for_a_while(
     monkeypatch: pytest.MonkeyPatch, times: int, text: str, is_queued: bool
 ) -> None:
@@ -379,16 +532,17 @@ def test_requeueing_is_tried_for_a_while(
 
 
 # The nodes that are up, those excluded before, on how few the job can start, and then excluded.
-EXCLUSIONS = yaml.safe_load("""
+EXCLUSIONS = """
+- [up, before, fewest, excluded]
 - [n1 n2 n3, (null), null, n2]
 - [n1 n2, (null), null, null]
 - [n1 n2, (null), 1, n2]
 - [n1 n2 n3 n4, n4, null, 'n2,n4']
 - [n1 n2 n3, n3, null, null]
-""")
+"""
 
 
-@pytest.mark.parametrize(("up", "before", "fewest", "excluded"), EXCLUSIONS)
+@rows(EXCLUSIONS)
 def test_a_node_is_excluded_if_enough_others_are_up(
     monkeypatch, up: str, before: str, fewest: int | None, excluded: str | None
 ) -> None:
@@ -463,41 +617,35 @@ def test_a_shared_run_is_shown_without_its_private_job_folder(shared: Path) -> N
         assert [run.status for run in load_runs([str(folder)], uri=None)] == ["stopped"]
 
 
-def attempts_of(folder: Path, *endings: Ending | None) -> None:
-    for ending in endings:
-        attempt = begin_attempt(folder, cluster="slurm", job_id="1")
-        if ending is not None:
-            end_attempt(attempt, folder, Outcome(ending=ending, reason="", exit_code=0))
+# When a script was submitted, how attempts have ended since, and whether SLURM is asked.
+ASKED = """\
+||no
+|done|no
+before|done|no
+before||yes
+before|open|yes
+before|stopped|yes
+before|failed|yes
+before|done open|yes
+after|done|yes
+"""
 
 
-# When its script was submitted, how its attempts ended, and whether SLURM is asked.
-ASKED = yaml.safe_load("""
-- [null, [], false]
-- [null, [done], false]
-- [before, [done], false]
-- [before, [], true]
-- [before, [null], true]
-- [before, [stopped], true]
-- [before, [failed], true]
-- [before, [done, null], true]
-- [after, [done], true]
-""")
-
-
-@pytest.mark.parametrize(("script", "endings", "asks"), ASKED)
+@pytest.mark.parametrize("case", ASKED.splitlines())
 def test_slurm_is_asked_only_for_runs_without_an_end(
-    script: str | None,
-    endings: list[str | None],
-    asks: bool,
-    squeue: Path,
-    tmp_path: Path,
+    case: str, squeue: Path, tmp_path: Path
 ) -> None:
+    submitted, endings, asks = case.split("|")
     folder = logged_run(tmp_path / "run")
-    attempts_of(folder, *(ending and Ending(ending) for ending in endings))
-    if script is not None:
+    for ending in endings.split():
+        attempt = begin_attempt(folder, cluster="slurm", job_id="1")
+        if ending != "open":
+            end_attempt(attempt, folder, Outcome(ending=Ending(ending)))
+    if submitted:
         (folder / "slurm").mkdir()
-        (folder / "slurm/.submission_file_1.sh").touch()
-        moment = 1.0 if script == "before" else time.time() + 99
-        os.utime(folder / "slurm/.submission_file_1.sh", (moment, moment))
+        script = folder / "slurm/.submission_file_1.sh"
+        script.touch()
+        moment = 1.0 if submitted == "before" else time.time() + 99
+        os.utime(script, (moment, moment))
     load_runs([str(folder), str(logged_run(tmp_path / "local"))], uri=None)
-    assert Path(f"{squeue}.env").exists() == asks
+    assert Path(f"{squeue}.env").exists() == (asks == "yes")

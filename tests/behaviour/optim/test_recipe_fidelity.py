@@ -44,6 +44,7 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
     optim = run.optim
     schedule = run.schedule
     plan = training_plan(run, world_size=1, num_samples=data.planned_num_samples or 0)
+    # A term that is one setting is read as it is.
     values: dict[str, Any] = {}
     for key, path in PLAIN.items():
         section, name = path.split(".")
@@ -152,11 +153,13 @@ NO_RECIPE = {
 
 @pytest.mark.parametrize("name", TABLE["recipes"])
 def test_recipe_resolves_to_the_published_numbers(name: str) -> None:
+    # YAML has lists and no tuples.
     values = json.loads(json.dumps(resolved(recipe(name))))
     assert values == published(TABLE["recipes"][name])
 
 
 def test_every_training_config_is_in_the_table() -> None:
+    # A recipe that nobody compared with its paper would be as good as its author's memory.
     listed = {f"{name}.yaml" for name in TABLE["recipes"].keys() | NO_RECIPE}
     paths = {str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml")}
     others = ("chains/", "data/", "eval/", "studies/")

@@ -37,6 +37,7 @@ def test_decay_from_the_start_is_timms_cosine() -> None:
             625 * epoch, schedule, peak=3e-4, warmup_steps=3125, total_steps=31_250
         )
 
+    # timm has one rate for a whole epoch, ours is compared where the epoch begins.
     for epoch in range(5, 50):
         timm.step(epoch)
         expected = optimizer.param_groups[0]["lr"]

@@ -70,6 +70,8 @@ def test_what_is_corrupted_depends_on_the_seed() -> None:
     for seed in (0, 1):
         run, objective, arch = opened(MASKED, seed=seed)
         build_model(run, objective, arch)
+
+        # The seed is the run's, and the position is that of an image in training.
         inputs = objective.corruption(np.arange(8), torch.device("cpu"))
         predicted.append(inputs["predicted_BK"])
     assert not torch.equal(*predicted)
@@ -140,6 +142,7 @@ def test_what_an_objective_adds_depends_on_the_seed_alone() -> None:
     weights = []
     for seed, draws in ((0, 0), (0, 5), (1, 0)):
         run = PretrainRun.model_validate(RUN | {"seed": seed})
+        # Draws that come before must not matter.
         torch.rand(draws)
         objective = WithLayer(run.objective, seed=seed)
         model: Any = build_model(run, objective, run.model.resolved(num_classes=2))
@@ -251,6 +254,7 @@ def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) 
     assert logits.shape == (3, 6, 512)
 
     for image in range(3):
+        # One image at a time, and whole rows instead of gathers.
         clean = model.patch_embed(images[image : image + 1])[0]
         patches = clean[inputs["sources_BN"][image]]
         patches[inputs["masked_BN"][image]] = model.objective.mask_token[0, 0]
@@ -292,6 +296,7 @@ def slow_predictions(
     decoder_positions = mae_position_embedding((3, 3), width=8).double()
     predicted = []
     for image, kept in zip(images, kept_BK.tolist(), strict=True):
+        # The encoder sees the kept patches alone.
         encoded = [model.cls_token[0, 0]]
         for number in kept:
             top = 4 * (number // 3)

@@ -306,7 +306,8 @@ def test_a_run_is_found_among_thousands_of_experiments(
     assert send(child, uri) == second.run_id != first and num_runs(store) == 2
     found = stored_runs(uri, "metrics.`train/loss` > 0", limit=9)
     assert [run.info.run_id for run, _ in found] == [second.run_id, first]
-    # The newest one of the experiment that was used before the other.
+    # The newest one, in an experiment of a later page than the other's.
+    store.execute("update experiments set creation_time = 1e16 where name = 'mine'")
     train(tmp_path / "last", last=30)
     third = send(tmp_path / "last", uri)
     newest = [third, second.run_id, first]

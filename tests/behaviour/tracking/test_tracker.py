@@ -98,6 +98,16 @@ def send(folder: Path, database: Path) -> MlflowRun:
     return run
 
 
+def test_a_start_says_which_steps_its_journal_lacks(open_tracker: Open) -> None:
+    said: list[str] = []
+    for first, resume_step in ((10, 0), (0, 14), (0, 15)):
+        settings = {"uri": None, "log_every_steps": 5}
+        changes = {"settings": settings, "resume_step": resume_step}
+        with open_tracker(**changes, say=said.append) as tracker:
+            log_steps(tracker, range(5, first + 1, 5))
+    assert said == ["journal.jsonl has no lines of steps 11 to 15"]
+
+
 def test_a_resumed_run_is_one_run_with_each_step_once(
     open_tracker: Open, store: Store
 ) -> None:

@@ -216,6 +216,8 @@ def test_the_teacher_learns_nothing(safetensors: Path) -> None:
     before_state = torch.get_rng_state()
     teacher = opened(safetensors, image_size=64, engine={"precision": "bf16"})
     weights = copy.deepcopy(teacher.model.network.state_dict())
+
+    # A forward pass in training would move them.
     logits = teacher.logits(images(64).float())
     assert logits.dtype == torch.float32
     assert not logits.requires_grad
@@ -228,6 +230,7 @@ def test_the_teacher_learns_nothing(safetensors: Path) -> None:
 
 def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path: Path) -> None:
     vit = timm.create_model("test_vit", num_classes=CLASSES)
+    # Teachers are often published as files of torch.
     path = tmp_path / "vit.pth"
     torch.save(vit.state_dict(), path)
     teacher = opened(path, model="test_vit", image_size=64)

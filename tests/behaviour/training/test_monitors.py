@@ -122,7 +122,7 @@ def test_each_unreadable_sample_is_reported_once(ranks: Ranks) -> None:
     assert ranks.report(monitor, []) == []
     assert monitor.num_replaced == 11
 
-    # Of many only the first are sent and named.
+    # Many would fill the log, so only the first are sent and named.
     lines = ranks.report(monitor, lost(*range(50)), lost(90))
     assert len(lines) == UNREADABLE_SHOWN + 1
     assert len(ranks.sent[1]) == UNREADABLE_SHOWN
@@ -143,7 +143,9 @@ def test_too_many_unreadable_samples_end_the_run(ranks: Ranks) -> None:
 
 def test_samples_replaced_before_a_resume_count(ranks: Ranks) -> None:
     """A run that is stopped often may replace no more samples than one that is not."""
+    # A new process, with what the checkpoint says of the old one.
     monitor = ranks.unreadable(0.01, num_replaced=9)
+    # The limit is of an epoch, 10 samples.
     lines = ranks.report(monitor, lost(5))
     assert lines[-1] == "step 10: 10 samples replaced since step 0"
     with pytest.raises(UserError, match="11 samples could not be read, more than "):
@@ -306,6 +308,7 @@ def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks) -> N
     ranks.others = [1]
     for _ in range(2):
         monitor.update(health(2), step=20, loss_scale=None)
+    # The second micro-step of rank 1 in the step that was skipped.
     read = list(rank_batches(start=16, stop=24, rank=1, world_size=2, micro_batch=2))
     assert read[1] == [22, 23]
     assert ranks.lines == [
@@ -324,6 +327,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run(
 ) -> None:
     """But while fp16 searches its scale."""
     monitor = ranks.skipped()
+    # Nine are allowed, and ten with a loss scale that can still fall.
     monitor.update(health(9, longest=9), step=20, loss_scale=scale)
     monitor.update(health(19, longest=10), step=20, loss_scale=1024.0)
     with pytest.raises(

@@ -103,6 +103,7 @@ def resume(checkpoint: Checkpoint, change: Mapping[str, Any]) -> None:
 def test_incompatible_change_is_refused(
     monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
+    # The same description is accepted, so that only the change is refused.
     saved = checkpoint_of(description_of({}))
     resume(saved, {})
     monkeypatch.setattr(session, "ORDER_VERSION", CHANGES[key].get("version", 1))
@@ -193,7 +194,7 @@ def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
     assert takes_average(late, "auto")
     assert not takes_average(late, "model")
 
-    # Only where the choice is not the user's it is said.
+    # A line is printed only where the choice was not the user's.
     assert capsys.readouterr().err == ""
 
     # With warm-up 2/11, 3/12, 4/13, 5/14, ... are kept: 1.4 % after three steps, 0.5 % after four.

@@ -36,6 +36,7 @@ from tests.support.corpora.indexing import (
 )
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.range_server import served
+from tests.support.tables import rows
 from vitscale.config.command_line import load_command
 from vitscale.data.index import read_manifest, read_split
 from vitscale.data.label_spaces import known_space
@@ -205,36 +206,24 @@ def test_the_path_of_the_tars_is_relative_if_movable(tmp_path: Path) -> None:
     assert finished.returncode == 2 and "cannot be read" in finished.stdout
 
 
-@pytest.mark.parametrize(
-    "overrides, messages",
-    [
-        (
-            ["source.holdout_fraction=0.1"],
-            ["source.holdout_fraction: requires rewriting the tars"],
-        ),
-        (
-            ["images.short_side=256", "source.min_images_per_class=2"],
-            [
-                "images.short_side: requires rewriting",
-                "source.min_images_per_class: requires",
-            ],
-        ),
-        (["source.kind=image_folder"], ["source.kind: must be webdataset"]),
-        (["source.label=txt"], ["is not a label of a WebDataset"]),
-        (
-            ["labels.space=imagenet_1k"],
-            [
-                "3 classes of the source (6 images) are not among the 1,000",
-                "; 0 images match",
-            ],
-        ),
-    ],
-)
+@rows("""
+- [overrides, messages]
+- [source.holdout_fraction=0.1, ["source.holdout_fraction: requires rewriting the tars"]]
+- - images.short_side=256 source.min_images_per_class=2
+  - ["images.short_side: requires rewriting", "source.min_images_per_class: requires"]
+- [source.kind=image_folder, ["source.kind: must be webdataset"]]
+- [source.label=txt, [is not a label of a WebDataset]]
+- - labels.space=imagenet_1k
+  - - 3 classes of the source (6 images) are not among the 1,000
+    - ; 0 images match
+""")
 def test_settings_that_rewrite_tars_are_refused(
-    tmp_path: Path, overrides: list[str], messages: list[str]
+    tmp_path: Path, overrides: str, messages: list[str]
 ) -> None:
     hugging_face_layout(tmp_path / "repo", tars=1, samples=6)
-    finished = run_index(tmp_path / "repo/data/train", tmp_path / "index", *overrides)
+    finished = run_index(
+        tmp_path / "repo/data/train", tmp_path / "index", *overrides.split()
+    )
     assert finished.returncode == 2, finished.stdout + finished.stderr
     for message in messages:
         assert message in finished.stderr

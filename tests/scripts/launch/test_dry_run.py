@@ -7,10 +7,28 @@ import sys
 
 import pytest
 
+from launch.planning.dry_run import slurm_check
 from tests.scripts.launch.conftest import FakeSlurm
 from tests.support.golden import Golden
 from tests.support.waiting import ROOT
 
+PARTITIONS = """\
+PartitionName=day Default=YES DefaultTime=NONE MaxTime=1-00:00:00 State=UP
+PartitionName=short Default=NO MaxTime=00:30:59 State=UP
+PartitionName=free Default=NO MaxTime=UNLIMITED State=UP
+"""
+# Partition of the job, its minutes, and those that it is told of.
+LIMITS = """\
+- 1440
+- 1441 1440
+day 1440
+short 30
+short 31 30
+short,day 1440
+short,day 1441 1440
+short,free 9999
+elsewhere 9999
+"""
 DATA = """\
 stage: data_prep
 output: shards
@@ -159,6 +177,22 @@ def test_what_slurm_refuses_is_said_and_leaves_no_files(slurm: FakeSlurm) -> Non
         errors = slurm.call(*command, name, "--after", code=2)
         assert "error:\nsbatch refused the job: no such nodes" in errors
     assert sorted(slurm.folder.rglob("*")) == before
+
+
+def test_more_time_than_a_partition_allows_is_said(
+    submitted: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in submitted.environment.items():
+        monkeypatch.setenv(name, value)
+    submitted.write("partitions", PARTITIONS)
+    for case in LIMITS.splitlines():
+        partition, minutes, *allowed = case.split()
+        script = f"#SBATCH --time={minutes}\n#SBATCH --partition={partition}\n"
+        [check] = slurm_check(script.replace("#SBATCH --partition=-\n", ""))
+        told = re.findall(r"launch.timeout_min=(\d+),", check.next_step)
+        assert told == allowed and (check.result == "warning") == bool(told), case
+    (submitted.folder / "slurm/partitions").unlink()
+    assert slurm_check(script)[0].result == "ok"
 
 
 def test_refusals_are_short_and_complete(slurm: FakeSlurm) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from launch.jobs.attempts import read_attempts
 from tests.scripts.launch.conftest import FakeSlurm
 from tests.support.golden import Golden
 from tests.support.waiting import ROOT
 
 # What ranks leave behind: the start of a training of 100 steps, a logged step, its checkpoint.
 STEP = """
-now=$(date +%s.%N) checkpoint=$RUN/checkpoints/step-{step:08d}
+now=$(date +%s.%N) checkpoint=$RUN/checkpoints/step-$(printf %08d {step})
 started='"event": "started", "first_step": 0, "total_steps": 100'
 mkdir -p $RUN/events
 echo "{{$started, \\"time\\": $now}}" >> $RUN/events/n1.jsonl
@@ -35,22 +36,29 @@ cd $RUN/../..
 {sys.executable} {ROOT}/launch/status.py runs/small > text
 {sys.executable} {ROOT}/launch/status.py runs/small --json > json
 """
-# What the ranks did, and the job's state and reason in the queue; None: SLURM does not answer.
-STATES: dict[str, tuple[str, tuple[str, str] | None]] = {
-    "queued": ("", ("PENDING", "Resources")),
-    "running": (STEP.format(step=20) + ASK + "exit 0\n", ("RUNNING", "None")),
-    "paused": (STEP.format(step=20) + ENDED.format(code=75), ("PENDING", "BeginTime")),
-    "queued_again": (
-        STEP.format(step=20) + ENDED.format(code=75),
-        ("PENDING", "Resources"),
-    ),
-    "failed": (
-        NAN.format(step=20) + ENDED.format(code=2),
-        ("FAILED", "NonZeroExitCode"),
-    ),
-    "finished": (STEP.format(step=100) + "exit 0\n", ("COMPLETED", "None")),
-    "no_slurm": (STEP.format(step=20) + ENDED.format(code=75), None),
-}
+# What the ranks did (the last step that they logged, and their end), and the job's state and reason
+# in the queue; without them SLURM does not answer.
+STATES = """\
+queued||PENDING|Resources
+running|STEP 20, ASK, exit 0|RUNNING|None
+paused|STEP 20, END 75|PENDING|BeginTime
+queued_again|STEP 20, END 75|PENDING|Resources
+failed|NAN 20, END 2|FAILED|NonZeroExitCode
+finished|STEP 100, exit 0|COMPLETED|None
+no_slurm|STEP 20, END 75||
+"""
+
+
+def commands_of(what: str) -> str:
+    """The shell lines of what ranks did."""
+    parts = {"STEP": STEP, "NAN": NAN, "END": ENDED, "ASK": ASK}
+    lines = ""
+    for each in what.split(", "):
+        name, _, number = each.partition(" ")
+        lines += parts.get(name, each).format(step=number, code=number) + "\n"
+    return lines
+
+
 # The values of --json that other programs read, as paths.
 KEYS = (
     "name",
@@ -62,10 +70,11 @@ KEYS = (
 )
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_status_shows(name: str, slurm: FakeSlurm, golden: Golden) -> None:
-    ranks, job = STATES[name]
-    if job is not None:
+@pytest.mark.parametrize("case", STATES.splitlines())
+def test_status_shows(case: str, slurm: FakeSlurm, golden: Golden) -> None:
+    name, ranks, *job = case.split("|")
+    answers = any(job)
+    if answers:
         (link,) = (slurm.run_folder / "slurm").glob("*.sh")
         now = int(time.time())
         nodes = "n[1-2]" if job[0] == "RUNNING" else ""
@@ -75,11 +84,10 @@ def test_status_shows(name: str, slurm: FakeSlurm, golden: Golden) -> None:
         row = (number, number, *job, now, nodes, now - 600, f"/x/{link.name}")
         slurm.write("queue", "|".join(map(str, row)) + "\n")
     if ranks:
-        slurm.run_job(ranks)
+        slurm.run_job(commands_of(ranks))
     if name == "running":
         text, values = ((slurm.folder / file).read_text() for file in ("text", "json"))
     else:
-        answers = job is not None
         text = slurm.call("launch/status.py", "runs/small", slurm=answers)
         values = slurm.call("launch/status.py", "runs/small", "--json", slurm=answers)
     (run,) = json.loads(values, parse_constant=pytest.fail)
@@ -107,35 +115,31 @@ RECORDED = """mkdir -p "$RUN/events" && cat >> "$RUN/events/n1.jsonl" << END
 {"event": "failed", "time": 1, "attempt": "$VITSCALE_ATTEMPT", "kind": "device", "what": "no bus"}
 END
 """
-ENDINGS = {  # what the ranks do, exit code of the job (None: any failure), requeued, in the log
-    "success": ("exit 0", 0, False, ""),
-    "failure": (FAILED.format(code=1), 1, True, "rank 1 on n2 ended with code 1"),
-    "killed": (KILLED, None, True, "rank 1 on n2 was ended by SIGKILL"),
-    "srun killed": ("kill -9 $$", None, True, "srun was ended by SIGKILL"),
-    "recorded": (
-        RECORDED + KILLED.replace("n2", "n[1-2]"),
-        None,
-        True,
-        "ended: no bus (device)",
-    ),
-    "stop": (FAILED.format(code=75), 75, True, "stopped by a signal"),
-    "storage": (FAILED.format(code=74), 74, True, "rank 1 on n2 ended with code 74"),
-    "bad input": (
-        FAILED.format(code=2),
-        2,
-        False,
-        "a restart would fail in the same way",
-    ),
-    "divergence": (FAILED.format(code=76), 76, False, "the training diverged"),
-}
+# What the ranks do, exit code of the job (?: any failure), whether it is requeued, in the log.
+ENDINGS = """\
+exit 0|0|no|
+FAIL 1|1|yes|rank 1 on n2 ended with code 1
+KILLED|?|yes|rank 1 on n2 was ended by SIGKILL
+kill -9 $$|?|yes|srun was ended by SIGKILL
+RECORDED|?|yes|ended: no bus (device)
+FAIL 75|75|yes|stopped by a signal
+FAIL 74|74|yes|rank 1 on n2 ended with code 74
+FAIL 2|2|no|a restart would fail in the same way
+FAIL 76|76|no|the training diverged
+"""
 
 
-@pytest.mark.parametrize("name", ENDINGS)
-def test_the_end_of_the_ranks_decides(name: str, slurm: FakeSlurm) -> None:
-    ranks, code, is_requeued, text = ENDINGS[name]
-    found = slurm.run_job(ranks)
-    assert found if code is None else found == code, slurm.log
-    assert slurm.is_requeued == is_requeued, slurm.log
+@pytest.mark.parametrize("case", ENDINGS.splitlines())
+def test_the_end_of_the_ranks_decides(case: str, slurm: FakeSlurm) -> None:
+    ranks, code, requeued, text = case.split("|")
+    ranks = re.sub(r"FAIL (\d+)", lambda found: FAILED.format(code=found[1]), ranks)
+    ranks = ranks.replace("KILLED", KILLED)
+    found = slurm.run_job(
+        ranks.replace("RECORDED", RECORDED + KILLED.replace("n2", "n[1-2]"))
+    )
+    assert str(found) == code or (code == "?" and found), slurm.log
+    assert slurm.is_requeued == (requeued == "yes"), slurm.log
+    assert read_attempts(slurm.run_folder)[-1].is_requeued == slurm.is_requeued
     assert text in slurm.log
 
 

@@ -137,7 +137,7 @@ class SlurmCluster:
         self.daemons[daemon].kill()
         self.daemons[daemon].wait()
 
-    def start(self, daemon: str, *options: object, without: Path | None = None) -> None:
+    def start(self, daemon: str, *, without: Path | None = None) -> None:
         """Start munged, slurmctld or the slurmd of a node, again if it was killed.
 
         It is in the foreground, as a child process that is easy to end. without: a folder that is
@@ -145,9 +145,12 @@ class SlurmCluster:
         """
         name = "slurmd" if daemon in NODES else daemon
         # A controller without saved state ends, but for -i.
-        options = {"slurmd": ("-D", "-N", daemon), "slurmctld": ("-D", "-i")}.get(
-            name, options
-        )
+        options = {
+            # --force: the folder's parents may be writable by others; the key itself is not.
+            "munged": ("-F", "--force", *self._munge_files()),
+            "slurmctld": ("-D", "-i"),
+            "slurmd": ("-D", "-N", daemon),
+        }[name]
         command = [str(_program(name)), *map(str, options)]
         if without is not None:
             hide = f"mount -t tmpfs none {shlex.quote(str(without))} && exec {shlex.join(command)}"
@@ -156,6 +159,12 @@ class SlurmCluster:
             self.daemons[daemon] = subprocess.Popen(
                 command, env=self.environment, stdout=output, stderr=output
             )
+
+    def _munge_files(self) -> Iterator[str]:
+        files = {"socket": "socket", "key-file": "key", "pid-file": "pid"}
+        files |= {"seed-file": "seed", "log-file": "log"}
+        for option, name in files.items():
+            yield f"--{option}={self.folder}/munge/{name}"
 
     def num_idle(self) -> int:
         words = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
@@ -229,15 +238,7 @@ def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
     environment["SLURM_CONF"] = str(_write_configuration(folder, more=more))
     cluster = SlurmCluster(folder=folder, environment=environment)
-    # The temporary folder's parents may be writable by others; the key itself is not.
-    names = {
-        "socket": "socket",
-        "key-file": "key",
-        "pid-file": "pid",
-        "seed-file": "seed",
-    }
-    options = [f"--{name}={munge}/{value}" for name, value in names.items()]
-    cluster.start("munged", "-F", "--force", f"--log-file={munge}/log", *options)
+    cluster.start("munged")
     try:
         wait_until((munge / "socket").exists, else_say=cluster.logs)
         for name in ("slurmctld", *NODES):
@@ -258,6 +259,38 @@ def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
                 daemon.kill()
                 daemon.wait()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+# The interpreter of ranks: what is wrong with one node is a file of shell lines, named after it.
+PYTHON = """\
+#!/bin/sh
+fault={folder}/nodes/$SLURMD_NODENAME
+[ ! -f "$fault" ] || . "$fault"
+exec {python} "$@"
+"""
+
+
+def breakable_python(folder: Path) -> Path:
+    """An interpreter for `launch.python` that begins with the lines of `folder/nodes/NODE`."""
+    (folder / "nodes").mkdir()
+    path = folder / "python"
+    path.write_text(PYTHON.format(folder=folder, python=sys.executable))
+    path.chmod(0o755)
+    return path
+
+
+def with_module(folder: Path, module: str, text: str) -> str:
+    """The shell line of a node whose Python finds this module first."""
+    package = folder / f"broken-{module}"
+    package.mkdir(exist_ok=True)
+    (package / f"{module}.py").write_text(text)
+    return f"export PYTHONPATH={package}:$PYTHONPATH"
+
+
+def without_folder(folder: Path) -> str:
+    """The shell line of a node where a folder is empty."""
+    start = f'mount -t tmpfs none {folder} && exec {sys.executable} "$@"'
+    return f"exec unshare --mount sh -c '{start}' sh \"$@\""
 
 
 @pytest.fixture(scope="session")

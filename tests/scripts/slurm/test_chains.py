@@ -94,6 +94,9 @@ def test_a_chain_continues_after_a_failure(slurm, tmp_path: Path) -> None:
     assert slurm.wait(first["pretrain"], states=ENDED)["JobState"] == "FAILED"
     for run in RUNS[2:]:
         assert slurm.wait(first[run], states=ENDED)["JobState"] == "CANCELLED"
+    shown = slurm.script("launch/status.py", "runs/small", cwd=tmp_path)
+    told = "not started: job N was cancelled, since a job that it needs failed"
+    assert re.sub(r"job \d+", "job N", shown).count(told) == len(RUNS[2:]), shown
     made = (tmp_path / "shards/manifest.json").stat().st_mtime_ns
 
     (tmp_path / "allowed").touch()

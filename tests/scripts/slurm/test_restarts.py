@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,8 +12,15 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.attempts import Ending, read_attempts
-from tests.scripts.slurm.conftest import wait_for_files
+from tests.scripts.slurm.conftest import (
+    breakable_python,
+    wait_for_files,
+    with_module,
+    without_folder,
+)
 from tests.support.levels import skip_or_fail
+from tests.support.runs import SHARDS
+from tests.support.waiting import ROOT
 from vitscale.config.errors import FailureKind
 from vitscale.runs.launching import LaunchSettings
 
@@ -247,3 +255,66 @@ def test_a_run_folder_that_was_moved_does_not_come_back(
     assert f"not requeued: {tmp_path} was moved or removed" in log.read_text()
     assert not tmp_path.exists()
     moved.rename(tmp_path)
+
+
+OLD_DRIVER = """
+import warnings
+import torch
+torch.cuda.is_available = lambda: warnings.warn("the NVIDIA driver is too old")
+"""
+# The shell lines of a node that lacks something, the reason, and in how many attempts: a node is
+# left at once where its rank knows that the others have what it lacks.
+BROKEN_NODES = {
+    "GPU": ("export CUDA_VISIBLE_DEVICES=0", "torch finds none", 1),
+    "driver": ("{driver}", "driver is too old", 1),
+    "TMPDIR": ("export TMPDIR={folder}", "is not a folder that only you can use", 1),
+    "data": ("{data}", "manifest.json cannot be read", 1),
+    "package": ("{package}", "ImportError: half of it", 2),
+    "memory": ("ulimit -v 1500000", "", 2),
+}
+SETTINGS = """
+schedule.epochs=null schedule.steps=2 schedule.warmup_steps=1 data.val_split=null evaluate=[]
+tracking.uri=null launch.nodes=1-2 launch.timeout_min=10 output={folder} data.path={shards}
+launch.python={python} engine.compile={compile}
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("node", ["n1", "n2"])
+@pytest.mark.parametrize("lacking", BROKEN_NODES)
+def test_a_node_that_lacks_something_is_named_and_left(
+    slurm, tmp_path, lacking, node
+) -> None:
+    lines, reason, num_failed = BROKEN_NODES[lacking]
+    words = {
+        "folder": tmp_path,
+        "shards": SHARDS,
+        "python": breakable_python(tmp_path),
+        "compile": lacking == "TMPDIR",
+        "driver": with_module(tmp_path, "sitecustomize", OLD_DRIVER),
+        "package": with_module(
+            tmp_path, "deepspeed", "raise ImportError('half of it')"
+        ),
+        "data": without_folder(SHARDS),
+    }
+    taken = tmp_path / f"vitscale-{os.getuid()}"
+    taken.mkdir()
+    os.chown(taken, 12345, 12345)
+    (tmp_path / "nodes" / node).write_text(lines.format_map(words))
+    config = ROOT / "configs/digits/pretrain.yaml"
+    settings = SETTINGS.format_map(words).split()
+    output = slurm.script(
+        "launch/slurm.py", "--config", config, *settings, cwd=tmp_path
+    )
+    job_id = output.split("submitted job ")[1].split(":")[0]
+    ended = slurm.wait(job_id, states=FINAL_STATES)
+    rank = int(node == "n2")
+    log = (tmp_path / f"slurm/{job_id}/{job_id}_{rank}_log.out").read_text()
+    *failed, last = read_attempts(tmp_path)
+    assert (ended["JobState"], ended["ExcNodeList"]) == ("COMPLETED", node), log
+    assert (last.ending, len(failed)) == (Ending.DONE, num_failed), log
+    for attempt in failed:
+        assert (attempt.failed_node, attempt.failed_rank) == (node, rank), attempt
+        assert f"rank {rank} on {node}" in attempt.reason, attempt
+        assert reason in attempt.reason, attempt
+    assert reason in log

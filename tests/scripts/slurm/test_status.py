@@ -1,4 +1,4 @@
-"""status.py and --follow on a real SLURM: one job that is queued, runs, is paused and finishes."""
+"""status.py and --follow on a real SLURM: a job in every state, and who must do what then."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.queue import user_jobs
-from launch.jobs.states import RunState, RunStatus, read_state
+from launch.jobs.states import RunState, RunStatus, line_of, read_state
+from tests.scripts.slurm.conftest import SlurmCluster, slurm_cluster
 from tests.support.waiting import PATIENCE_S, ROOT, wait_until
 from vitscale.runs.launching import LaunchSettings
 
@@ -44,6 +46,38 @@ STAGE = """
     (folder / "manifest.json").touch()
     sys.exit(0 if first else 75)
 """
+
+
+# What is done to the job, and then shown.
+STEPS = """\
+true | queued .*: job @ is held by its user \\(JobHeldUser\\); next: `scontrol release @`
+scontrol update partitionname=test maxtime=2; scontrol release @ | never starts .PartitionTimeLimit
+scontrol update partitionname=test maxtime=60 state=down | PartitionDown.; next: `scontrol up
+scontrol update partitionname=test state=inactive | PartitionInactive.; next: `scontrol up
+scontrol update nodename=n1,n2 state=drain reason=x; scontrol update partitionname=test state=up | \
+an administrator: .* `scontrol update nodename=NODE state=resume`
+touch $BROKEN; scontrol update nodename=n1 state=resume | could not start it \\(launch failed
+rm $BROKEN; scontrol update nodename=n1 state=resume; scontrol release @ | running for
+scontrol suspend @ | job @ is suspended and goes on by itself; an administrator: `scontrol resume @`
+scontrol resume @; scancel --signal=STOP @ | is stopped by a signal .*: `?scancel --signal=CONT @
+scancel --signal=CONT @; scontrol requeuehold @ | paused .*: job @ is held .*: `scontrol release @`
+scontrol release @ | running for
+scontrol requeuehold state=specialexit @ | paused .*: job @ is held.*; next: `scontrol release @`
+scontrol release @ | running for
+scancel --signal=USR2 @ | paused .*\\(BeginTime\\); it starts by itself
+scancel @ | stopped, .* signal; requeued, but job @ was cancelled \\(.* before the run started again
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Its nodes start no job while the file $BROKEN exists."""
+    prolog = tmp_path_factory.mktemp("prolog") / "prolog"
+    prolog.write_text(f"#!/bin/sh\ntest ! -e {prolog}-broken\n")
+    prolog.chmod(0o755)
+    with slurm_cluster(more=f"Prolog={prolog}\n") as cluster:
+        cluster.environment["BROKEN"] = f"{prolog}-broken"
+        yield cluster
 
 
 @contextmanager
@@ -105,7 +139,7 @@ def test_status_and_follow_see_every_state(slurm, submit, tmp_path: Path) -> Non
         assert wait_for(RunState.FINISHED, step=4).restarts == {"stopped": 1}
         assert process.wait(timeout=PATIENCE_S) == 0
     told = [
-        r": queued .*: job \d+ held by its user",
+        r": queued .*: job \d+ is held by its user",
         r"attempt 1 of the run",
         r"step 2/4",
         r": paused .*: job \d+ ",
@@ -116,3 +150,17 @@ def test_status_and_follow_see_every_state(slurm, submit, tmp_path: Path) -> Non
     text = (tmp_path / "follow.log").read_text()
     assert re.search("(?s)" + ".*".join(told), text), text
     assert text.count(": paused") == 1
+
+
+def test_status_says_who_must_do_what(slurm, submit, tmp_path: Path) -> None:
+    """One job in every state that a test can bring about; this clock is five minutes fast."""
+    job_id = submit("import time; time.sleep(1000)").job_id
+
+    def line() -> str:
+        return line_of(read_state(tmp_path, user_jobs()), now=time.time() + 300)
+
+    for step in STEPS.replace("@", job_id).splitlines():
+        command, text = step.split(" | ")
+        slurm.run(["bash", "-c", command])
+        wait_until(lambda: re.search(text, line()), else_say=line, every_s=0.3)  # noqa: B023
+        assert "0:05" not in line()

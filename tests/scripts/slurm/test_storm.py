@@ -1,299 +1,535 @@
-"""A run that a real SLURM interrupts in every way, many times, ends with the bits of an undisturbed
-one, as one MLflow run, and leaves no process.
+"""A chain that a real SLURM interrupts in every way, many times, ends with the bits of an
+undisturbed one, as one MLflow run a stage, and leaves no process and no file.
 
-    pytest -s tests/scripts/slurm/test_storm.py --storm-kills 200 --storm-seed 1
+    pytest -s tests/scripts/slurm/test_storm.py --storm-kills 400 --storm-seed 1
 
-There is one interruption for four of --storm-kills. Prints a table: for each fault how often, and
-the seconds until the first new step of the next attempt.
+There is one interruption for four of --storm-kills. Prints a table: for each fault how often, how
+often a person had to act, and the seconds until the first new step (median and largest).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
-import signal
+import resource
+import socket
 import sqlite3
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
+from statistics import median
 
 import psutil
 import pytest
 
 from tests.conftest import mounted
-from tests.scripts.slurm.conftest import NODES, SlurmCluster, slurm_cluster
+from tests.scripts.slurm.conftest import (
+    NODES,
+    SlurmCluster,
+    breakable_python,
+    slurm_cluster,
+    with_module,
+    without_folder,
+)
 from tests.support.ranks.run_states import differences, read_state
-from tests.support.waiting import PATIENCE_S, ROOT, wait_until
+from tests.support.waiting import ROOT, stacks, wait_until
+from vitscale.tracking.journal import decode
 
-CHECKPOINT_STEPS, GRACE_S, STEPS_OF_A_FAULT, OUTAGE_S = 25, 20, 120, 120
-SETTINGS = (
-    *(
-        "name=storm",
-        "schedule.epochs=null",
-        "schedule.warmup_steps=5",
-        "data.global_batch=32",
-    ),
-    *(
-        "engine.device=cpu",
-        "engine.num_threads=1",
-        "engine.timeout_min=1",
-        "model.dropout=0.1",
-    ),
-    *("optim.ema.decay=0.98", f"checkpoint.every_steps={CHECKPOINT_STEPS}"),
-    "tracking.log_every_steps=1",
-    "evaluate=[{name: classification, every_steps: 500}]",
-)
-LAUNCH = (
-    *(
-        "launch.partition=low",
-        "launch.nodes=2",
-        "launch.tasks_per_node=1",
-        "launch.timeout_min=50",
-    ),
-    *("launch.signal_delay_s=55", "launch.max_requeues=1000"),
-)
-PARTITIONS = f"""
+STEPS_OF_A_FAULT, OUTAGE_S = 60, 30
+STAGES = ("pretrain", "finetune")
+CHAIN = """
+stage: chain
+name: storm
+output: {output}
+overrides:
+  - tracking.uri={uri}
+  - tracking.log_every_steps=1
+  - schedule.steps={steps}
+  - schedule.warmup_steps=5
+  - data.path={shards}
+  - data.global_batch=32
+  - engine.device=cpu
+  - engine.num_threads=1
+  - engine.timeout_min=1
+  - model.dropout=0.1
+  - model.depth=2
+  - optim.ema.decay=0.98
+  - checkpoint.every_steps=10
+  - 'evaluate=[{{name: classification, every_steps: 500}}]'
+  - launch.python={python}
+  - launch.partition=low
+  - launch.nodes=2
+  - launch.tasks_per_node=1
+  - launch.timeout_min=50
+  - launch.signal_delay_s=55
+  - launch.max_requeues=1000
+stages:
+  - {{name: pretrain, config: {configs}/pretrain.yaml, overrides: [schedule.epochs=null]}}
+  - {{name: finetune, config: {configs}/finetune.yaml, inputs: {{init: pretrain}}}}
+"""
+PARTITIONS = """
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=low Nodes=n1,n2 PriorityTier=1 GraceTime={GRACE_S} MaxTime=120 State=UP
+MinJobAge=7200
+PartitionName=low Nodes=n1,n2 PriorityTier=1 MaxTime=120 State=UP
 PartitionName=high Nodes=n1,n2 PriorityTier=9 PreemptMode=OFF MaxTime=120 State=UP
 """
-# Of cgroups, version 1; root alone may add some.
-MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+# Batch scripts look for a lock that nobody touches each 6 s, and not each minute.
+SUBMIT = """
+import runpy, sys
+from launch.jobs import submission
+submission.LOOK_S = 6
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+SHIFTED_CLOCK = """
+import time
+now = time.time
+time.time = lambda: now() + {seconds}
+"""
+# ---- faults -------------------------------------------------------------------------------------
+
+SHELL = """
+RANDOM={seed}
+batch=$(pgrep -o -f "${{SLURM_CONF%/*}}/spool-.*/job0*{job}/slurm_script")
+session=$(ps -o sid= -p "$batch" | tr -d " ")
+is_in() {{ squeue -hj {job} -t "$1" | grep -q .; }}
+restarts() {{ scontrol -o show job {job} | grep -o "Restarts=[0-9]*"; }}
+preempt() {{
+    scontrol update PartitionName=low GraceTime=$1
+    sbatch --partition=high --nodes=2 --exclusive --output=/dev/null --wrap="sleep 1"
+}}
+# The attempt cannot save when it is to stop; the next begins when the storage is back.
+outage() {{
+    before=$(restarts)
+    scancel --signal=USR2 {job}
+    sleep 30
+    [ "$(restarts)" = "$before" ] && is_in R
+}}
+"""
+# Each ends with the code of its last line. {rank} and {node} are drawn.
+COMMANDS = r"""
+rank_killed:
+    kill -KILL {rank}
+rank_segv:
+    kill -SEGV {rank}
+rank_stopped:
+    kill -STOP {rank}
+worker_killed:
+    pkill -KILL -P $(pgrep -d, -P {rank})
+worker_stopped:
+    pkill -STOP -P $(pgrep -d, -P {rank})
+srun_killed:
+    kill -KILL $(pgrep -o -s $session -x srun)
+tee_and_a_rank_killed:
+    kill -KILL $(pgrep -o -s $session -x tee) {rank}
+batch_script_killed:
+    kill -KILL $batch
+after_killed:
+    kill -KILL {rank}
+    until pkill -KILL -f 'jobs.afte[r] {run} '; do sleep .1; done
+slurmstepd_and_a_rank_killed:
+    kill -KILL $(ps -o ppid= -p {rank}) {rank}
+rank_out_of_memory:
+    group=/sys/fs/cgroup/memory/storm-{job}
+    mkdir $group
+    echo 1M > $group/memory.limit_in_bytes
+    echo {rank} > $group/cgroup.procs
+    until grep -q "oom_kill [1-9]" $group/memory.oom_control; do sleep .1; done
+    until rmdir $group; do sleep .1; done
+preempted_with_grace:
+    preempt 20
+preempted_without_grace:
+    preempt 0
+scontrol_requeue:
+    scontrol requeue {job}
+requeuehold_and_release:
+    scontrol requeuehold {job}
+usr2:
+    scancel --signal=USR2 {job}
+term_to_all:
+    scancel --signal=TERM --full {job}
+usr2_twice_within_seconds:
+    scontrol requeue {job}
+    until is_in PD; do sleep .1; done
+    until is_in R; do sleep .1; done
+    before=$(restarts)
+    # Before the batch script runs, SLURM itself drops the signal.
+    while [ "$(restarts)" = "$before" ]; do scancel --signal=USR2 {job}; sleep .2; done
+signals_in_bursts:
+    for name in TERM USR2 USR2 TERM TERM; do
+        scancel --signal=$name {job}
+        sleep .$((RANDOM % 9))
+    done
+    true
+time_limit:
+    started=$(date -d "$(squeue -hj {job} -o %S)" +%s)
+    scontrol update JobId={job} TimeLimit=$((($(date +%s) - started) / 60 + 1))
+    until is_in PD; do sleep .2; done
+    scontrol update JobId={job} TimeLimit=50
+suspended:
+    scontrol suspend {job}
+    sleep $((5 + RANDOM % 15))
+    scontrol resume {job}
+cancelled_in_a_save:
+    until ls -d {run}/checkpoints/.step-*; do sleep .01; done
+    scancel {job}
+node_down_and_resumed:
+    node={node}
+    scontrol update nodename=$node state=down reason=test
+    sleep 5
+    scontrol update nodename=$node state=resume || true
+node_drained:
+    node={node}
+    scontrol update nodename=$node state=drain reason=test
+    sleep 3
+    scancel --signal=USR2 {job}
+    until is_in PD; do sleep .1; done
+    scontrol update nodename=$node state=resume
+folder_of_the_job_deleted:
+    rm -r {run}/slurm/{job}
+    kill -KILL {rank}
+checkpoints_full:
+    head -c 1G /dev/zero > {run}/checkpoints/filler
+    outage
+    code=$?
+    rm {run}/checkpoints/filler
+    exit $code
+checkpoints_read_only:
+    mount -o remount,ro {run}/checkpoints
+    outage
+    code=$?
+    mount -o remount,rw {run}/checkpoints
+    exit $code
+"""
+# What happens to files while the job waits for its next attempt.
+BETWEEN = r"""
+cancelled_between_attempts:
+    scancel {job}
+newest_checkpoint_damaged:
+    files=($(ls -d {run}/checkpoints/step-*/* | tail -n 3))
+    file=${{files[RANDOM % 3]}}
+    dd if=/dev/urandom of=$file conv=notrunc bs=64 count=1 seek=$((RANDOM % 9))
+journal_with_garbage:
+    (head -c 300 /dev/urandom; printf '\n{{}}\n[1]\n') >> {run}/journal.jsonl
+journal_with_half_a_line:
+    printf '{{"step": 10, "ti' >> {run}/journal.jsonl
+events_with_garbage:
+    for file in {run}/events/*; do
+        truncate -s -9 $file
+        head -c 300 /dev/urandom >> $file
+    done
+logs_deleted:
+    rm {run}/logs/*
+lock_of_another_node:
+    left={run}/checkpoints/.step-00000007.0.tmp
+    echo job 7 on n9 > {run}/.lock
+    mkdir $left
+    touch $left/rank-00000.safetensors
+"""
+DAEMONS, MOMENTS = (
+    ("munged", "slurmctld", "slurmd"),
+    ("start", "step", "save", "end"),
+)
 
 
 @dataclass(kw_only=True)
 class Storm:
-    """The run and what happens to it."""
+    """The chain and what happens to it."""
 
     cluster: SlurmCluster
-    run_folder: Path
-    command: list[object]
+    folder: Path
+    """Of the configuration and of nodes/, which breaks nodes."""
+    chain: Path
+    """Of the stages' runs, on a disk that can hang."""
+    shards: Path
     rng: random.Random
-    job_id: str = ""
+    stage: int = 0
+    """How many stages are done."""
+    jobs: dict[str, str] = field(default_factory=dict)
+    """The last job of each stage."""
+    fault: str = "none"
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """By fault: from its beginning to the first new step."""
+    by_hand: Counter[str] = field(default_factory=Counter)
+    """By fault: how often a person did what `vitscale status` says."""
 
-    # ---- faults: each raises the number of restarts, if it does not say otherwise ---------------
+    def command(self, text: str) -> None:
+        words = {"job": self.job_id, "run": self.run_folder}
+        words |= {"node": self.rng.choice(NODES), "seed": self.rng.randrange(1 << 15)}
+        words["rank"] = self.rng.choice(self.ranks() or [0])
+        self.cluster.run(["bash", "-c", (SHELL + text).format_map(words)])
 
-    def preempted_with_grace(self) -> None:
-        self.preempt(grace_s=GRACE_S)
+    def between_attempts(self, text: str) -> None:
+        self.command("kill -KILL {rank}")
+        self.wait(lambda: not self.is_running(), "end")
+        self.command("scontrol hold {job}")
+        self.command(text)
+        self.command("scontrol release {job} || true")
 
-    def preempted_without_grace(self) -> None:
-        self.preempt(grace_s=0)
+    def away(self, daemon: str, moment: str) -> None:
+        """A daemon is away for a while at a moment of an attempt."""
+        daemon = self.rng.choice(NODES) if daemon == "slurmd" else daemon
+        if moment == "start":
+            self.command("kill -KILL {rank}")
+            self.wait_restart()
+        elif moment == "save":
+            self.command("until ls -d {run}/checkpoints/.step-*; do sleep .01; done")
+        self.cluster.kill(daemon)
+        if moment == "end":
+            self.command("kill -KILL {rank}")
+        time.sleep(OUTAGE_S)
+        self.cluster.start(daemon)
 
-    def scontrol_requeue(self) -> None:
-        self.run("scontrol", "requeue", self.job_id)
+    def node_broken(self, lines: str) -> None:
+        with self.broken(lines):
+            self.command("kill -KILL {rank}")
+            self.wait_restart()
+            before = self.start()
+            self.wait(lambda: self.start() != before, "end of the broken attempt")
 
-    def usr2(self) -> None:
-        self.run("scancel", "--signal=USR2", self.job_id)
+    def package_broken(self) -> None:
+        text = "raise ImportError('half a package')"
+        self.node_broken(with_module(self.folder, "deepspeed", text))
 
-    def usr2_twice_within_seconds(self) -> None:
-        restarts = self.restarts()
-        self.scontrol_requeue()
-        self.wait(
-            lambda: self.restarts() > restarts and self.is_running(), "its next start"
-        )
-        # Before the batch script runs, SLURM itself drops the signal.
-        again = f"scancel --signal=USR2 {self.job_id} || true"
-        self.wait(
-            lambda: self.run("bash", "-c", again) or self.restarts() > restarts + 1,
-            "end",
-        )
-
-    def time_limit(self) -> None:
-        minutes = 1 + int(time.time() - self.started()) // 60
-        self.run("scontrol", "update", f"JobId={self.job_id}", f"TimeLimit={minutes}")
-        restarts = self.restarts()
-        self.wait(lambda: self.restarts() > restarts, "end at the time limit")
-        self.run("scontrol", "update", f"JobId={self.job_id}", "TimeLimit=50")
-
-    def rank_out_of_memory(self) -> None:
-        """By the kernel, at the limit of a group: what SLURM does where it limits memory."""
-        rank = psutil.Process(self.rng.choice(self.ranks()))
-        group = MEMORY_GROUPS / f"storm-{rank.pid}"
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text("1M")
-        (group / "cgroup.procs").write_text(str(rank.pid))
-        rank.wait(timeout=PATIENCE_S)
-        assert "oom_kill 1" in (group / "memory.oom_control").read_text()
-        group.rmdir()
-
-    def srun_killed(self) -> None:
-        sruns = [each.pid for each, _ in self.processes() if each.name() == "srun"]
-        os.kill(min(sruns), signal.SIGKILL)
-
-    def slurmd_killed_and_back(self) -> int:
-        node = self.rng.choice(NODES)
-        self.cluster.kill(node)
-        self.cluster.start(node)
-        return 0  # the job may go on
+    def clock_shifted(self) -> None:
+        text = SHIFTED_CLOCK.format(seconds=self.rng.choice((-300, 300, 3600)))
+        with self.broken(with_module(self.folder, "sitecustomize", text)):
+            self.command("kill -KILL {rank}")
+            self.wait_restart()
+            self.wait_step()
 
     def node_dead_and_back(self) -> None:
         node = self.rng.choice(NODES)
         self.cluster.kill_node(node)
-        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=died")
-        time.sleep(10)
+        self.command(
+            f"scontrol update nodename={node} state=down reason=died; sleep 10"
+        )
         self.cluster.start(node)
 
-    def node_drained(self) -> None:
-        node = self.rng.choice(NODES)
-        self.run("scontrol", "update", f"nodename={node}", "state=drain", "reason=test")
-        before = self.step()
-        self.wait(lambda: self.step() > before, "step while its node drains")
-        self.usr2()
-        self.wait(lambda: not self.is_running(), "end")
-        self.run("scontrol", "update", f"nodename={node}", "state=resume")
+    def storage_hung(self, command: str) -> None:
+        """All writes to the run folder wait."""
+        disk = str(self.chain.parent)
+        subprocess.run(["fsfreeze", "--freeze", disk], check=True)
+        try:
+            self.command(command)
+            time.sleep(15)
+        finally:
+            subprocess.run(["fsfreeze", "--unfreeze", disk], check=True)
 
-    def controller_away_while_a_rank_is_killed(self) -> None:
-        rank = self.rng.choice(self.ranks())
-        self.cluster.kill("slurmctld")
-        os.kill(rank, signal.SIGKILL)
-        time.sleep(30)
-        self.cluster.start("slurmctld")
-
-    def checkpoints_full(self, seconds: float = OUTAGE_S) -> None:
-        filler = self.run_folder / "checkpoints/filler"
-        with open(filler, "wb", buffering=0) as file, pytest.raises(OSError):
-            for _ in range(1 << 18):
-                file.write(bytes(4096))
-        self.outage(seconds)
-        filler.unlink()
-
-    def checkpoints_read_only(self, seconds: float = OUTAGE_S) -> None:
-        self.run("mount", "-o", "remount,ro", self.run_folder / "checkpoints")
-        self.outage(seconds)
-        self.run("mount", "-o", "remount,rw", self.run_folder / "checkpoints")
-
-    def checkpoints_full_for_10_min(self) -> None:
-        self.checkpoints_full(600)
-
-    def checkpoints_read_only_for_10_min(self) -> None:
-        self.checkpoints_read_only(600)
-
-    def cancelled_and_submitted_again(self) -> int:
-        self.run("scancel", self.job_id)
-        self.cluster.wait(self.job_id, states=["CANCELLED"])
-        self.submit()
-        return 0  # a new job
+    def ports_taken(self) -> None:
+        with ExitStack() as listeners:
+            for port in self.rng.sample(range(20000, 32000), 10000):
+                listener = listeners.enter_context(socket.socket())
+                with suppress(OSError):
+                    listener.bind(("", port))
+                    listener.listen()
+            self.command("kill -KILL {rank}")
+            self.wait_restart()
+            self.wait_step()
 
     # ---- what they need --------------------------------------------------------------------------
 
+    def end(self, steps: int) -> None:
+        """Wait for the chain; its last end, too, is one that SLURM hears of late."""
+        self.fault = "the end"
+        almost = (len(STAGES) - 1, steps - 3)
+        self.wait(lambda: self.position() >= almost, "last step")
+        self.away("munged", "step")
+        for job_id in self.jobs.values():
+            ended = self.cluster.wait(
+                job_id, states=["COMPLETED", "FAILED", "CANCELLED"]
+            )
+            assert ended["JobState"] == "COMPLETED", ended
+            assert not [*self.cluster.processes(SLURM_JOB_ID=job_id)]
+
+    def table(self) -> Iterator[str]:
+        yield "| Fault | Times | By hand | Median s | Largest s |\n|---|---|---|---|---|"
+        for fault, seconds in sorted(self.seconds.items()):
+            times = f"{median(seconds):.0f} | {max(seconds):.0f}"
+            yield f"| {fault} | {len(seconds)} | {self.by_hand[fault]} | {times} |"
+
+    @property
+    def job_id(self) -> str:
+        return self.jobs[STAGES[self.stage]]
+
+    @property
+    def run_folder(self) -> Path:
+        return self.chain / STAGES[self.stage]
+
     def submit(self) -> None:
-        output = self.cluster.script(*self.command, cwd=self.run_folder.parent)
-        found = re.search(r"submitted job (\d+)", output)
-        assert found, output
-        self.job_id = found[1]
+        words = [sys.executable, "-c", SUBMIT, ROOT / "launch/slurm.py"]
+        output = self.cluster.run([*words, "--config", "chain.yaml"], cwd=self.folder)
+        self.jobs |= dict(re.findall(r"submitted (\S+): job (\d+)", output))
 
     def suffer(self, fault: str, *, after_steps: int) -> None:
-        """Let the fault happen after some more steps, and wait until the run is further."""
-        at_step = self.step() + after_steps
-        self.wait(lambda: self.step() >= at_step, f"step {at_step}")
-        before, restarts, began = self.step(), self.restarts(), time.time()
-        if fault in SIGNALS:
-            pids_of, number = SIGNALS[fault]
-            os.kill(self.rng.choice(pids_of(self)), number)
-        if fault in SIGNALS or getattr(self, fault)() is None:
-            self.wait(lambda: self.restarts() > restarts, f"restart after {fault}")
-        self.wait(self.is_running, f"start after {fault}")
-        since = max(began, self.started())
-        self.wait(lambda: self.step(since=since) > before, f"new step after {fault}")
+        """Let the fault happen after some more steps, and wait until the chain is further."""
+        self.fault = fault
+        stage, step = self.position()
+        further = (stage, step + after_steps)
+        self.wait(lambda: self.position() >= further, "step before it")
+        self.wait(lambda: self.is_running() and self.position()[1] > 0, "first step")
+
+        before, stage, began = self.start(), self.stage, time.time()
+        FAULTS[fault](self)
+        if fault not in GO_ON:
+            self.wait(
+                lambda: self.start() != before or self.stage > stage, "next start"
+            )
+        self.wait_step()
         self.seconds[fault].append(time.time() - began)
-        print(f"{fault} at step {before}: {self.seconds[fault][-1]:.0f} s", flush=True)
+        print(f"{fault} at {further}: {self.seconds[fault][-1]:.0f} s", flush=True)
 
-    def preempt(self, *, grace_s: int) -> None:
-        self.run("scontrol", "update", "PartitionName=low", f"GraceTime={grace_s}")
-        job = ("--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 1")
-        self.run("sbatch", *job, "--output=/dev/null")
+    def wait_step(self) -> None:
+        """Wait for a step beyond the last one, by an attempt that runs."""
+        before = self.position()
+        self.wait(self.is_running, "start")
+        since = time.time()
 
-    def outage(self, seconds: float) -> None:
-        """The attempt cannot save when it is to stop; the next begins when the storage is back."""
-        restarts = self.restarts()
-        self.usr2()
-        time.sleep(seconds)
-        assert self.restarts() == restarts and self.is_running()
+        def is_further() -> bool:
+            if self.position()[0] > before[0]:
+                return True
+            # Clocks of ranks may be shifted; that of the disk is not.
+            return self.position() > before and self.journal.stat().st_mtime >= since
 
-    def step(self, *, since: float = 0.0) -> int:
-        """The last step in the journal; 0 if it is older than `since`, unix seconds."""
-        journal = self.run_folder / "journal.jsonl"
-        lines = journal.read_text().splitlines()[:-1] if journal.exists() else []
-        last = json.loads(lines[-1]) if lines else {"step": 0, "time": 0}
-        return last["step"] if last["time"] >= since else 0
+        self.wait(is_further, "new step")
 
-    def restarts(self) -> int:
-        return int(self.cluster.job(self.job_id)["Restarts"])
+    def wait_restart(self) -> None:
+        before = self.start()
+        self.wait(lambda: self.start() != before and self.is_running(), "next start")
+
+    @contextmanager
+    def broken(self, lines: str) -> Iterator[None]:
+        """What starts on one node inside the block begins with these shell lines."""
+        file = self.folder / "nodes" / self.rng.choice(NODES)
+        file.write_text(lines)
+        yield
+        file.unlink()
+
+    @property
+    def journal(self) -> Path:
+        return self.run_folder / "journal.jsonl"
+
+    def position(self) -> tuple[int, int]:
+        """(Stages done, last step in the journal of the next one)."""
+        while self.cluster.job(self.job_id)["JobState"] == "COMPLETED":
+            self.stage += 1
+            assert self.stage < len(STAGES), "the chain has ended before the storm"
+        lines = []
+        with suppress(FileNotFoundError):
+            lines = self.journal.read_bytes().splitlines(keepends=True)[-20:]
+        steps = [row.step for row in map(decode, lines) if row is not None]
+        return self.stage, max(steps, default=0)
+
+    def start(self) -> tuple[str, str]:
+        """Of the stage's job, which one it is."""
+        return self.job_id, self.cluster.job(self.job_id)["Restarts"]
 
     def is_running(self) -> bool:
         return self.cluster.job(self.job_id)["JobState"] == "RUNNING"
 
-    def started(self) -> float:
-        started = self.cluster.job(self.job_id)["StartTime"]
-        return time.mktime(time.strptime(started, "%Y-%m-%dT%H:%M:%S"))
-
-    def run(self, *words: object) -> None:
-        self.cluster.run(words)
-
-    def wait(self, condition: Callable[[], bool], what: str) -> None:
-        def happens() -> bool:
-            state = self.cluster.job(self.job_id)["JobState"]
-            assert state not in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"), (
-                state,
-                what,
-            )
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        def happens() -> object:
+            self.position()  # the next stage may have begun
+            job = self.cluster.job(self.job_id)
+            has_ended = job["JobState"] in ("FAILED", "CANCELLED", "NODE_FAIL")
+            if has_ended or re.search("[Hh]eld|NeverSatisfied", job["Reason"]):
+                self.act_as_status_says()
             return condition()
 
-        wait_until(
-            happens, else_say=lambda: f"no {what}\n{self.cluster.logs()}", every_s=0.2
-        )
+        def say() -> str:
+            running = stacks(self.ranks())
+            return f"no {what} ({self.fault})\n{self.cluster.logs()}\n{running}"
+
+        wait_until(happens, else_say=say, every_s=0.2)
+
+    def act_as_status_says(self) -> None:
+        said = self.cluster.script("launch/status.py", self.run_folder, cwd=self.folder)
+        print(f"by hand after {self.fault}: {said.strip()}", flush=True)
+        self.by_hand[self.fault] += 1
+        if "scontrol release" not in said:
+            assert re.search("submit|same command", said), said
+            self.submit()
+            return
+        for node in NODES if "administrator" in said else ():
+            self.command(f"scontrol update nodename={node} state=resume || true")
+        self.command("scontrol release {job}; sleep 2")
 
     def ranks(self) -> list[int]:
-        def is_rank(process: psutil.Process, own: dict[str, str]) -> bool:
+        pids = []
+        for process, own in self.processes():
             # The batch script has no step, or one above all others.
             step = int(own.get("SLURM_STEP_ID", 1 << 32))
-            return process.parent().name() == "slurmstepd" and step < 1 << 31
-
-        return [
-            process.pid for process, own in self.processes() if is_rank(process, own)
-        ]
-
-    def workers(self) -> list[int]:
-        """Children of the server of each rank."""
-        servers = [
-            each for pid in self.ranks() for each in psutil.Process(pid).children()
-        ]
-        return [worker.pid for server in servers for worker in server.children()]
+            with suppress(psutil.Error):
+                if process.parent().name() == "slurmstepd" and step < 1 << 31:
+                    pids.append(process.pid)
+        return pids
 
     def processes(self) -> list[tuple[psutil.Process, dict[str, str]]]:
         """Everything in the job, with its environment."""
         return list(self.cluster.processes(SLURM_JOB_ID=self.job_id))
 
 
-# Whose process gets a signal, and which.
-SIGNALS = {
-    "rank_killed": (Storm.ranks, signal.SIGKILL),
-    "rank_segv": (Storm.ranks, signal.SIGSEGV),
-    "rank_stopped": (Storm.ranks, signal.SIGSTOP),
-    "worker_killed": (Storm.workers, signal.SIGKILL),
-    "worker_stopped": (Storm.workers, signal.SIGSTOP),
+Fault = Callable[[Storm], None]
+
+
+def commands_of(text: str, run: Callable[..., None]) -> dict[str, Fault]:
+    """The indented lines below each name, as faults."""
+    rows = re.findall(r"(\w+):\n((?:    .*\n)+)", text)
+    return {name: partial(run, text=lines) for name, lines in rows}
+
+
+KILL_A_RANK = "kill -KILL {rank}"
+FAULTS: dict[str, Fault] = {
+    **commands_of(COMMANDS, Storm.command),
+    **commands_of(BETWEEN, Storm.between_attempts),
+    **{
+        f"{daemon}_away_at_{moment}": partial(Storm.away, daemon=daemon, moment=moment)
+        for daemon, moment in product(DAEMONS, MOMENTS)
+    },
+    "shards_not_mounted": lambda storm: storm.node_broken(without_folder(storm.shards)),
+    "memory_too_small": lambda storm: storm.node_broken("ulimit -v 2000000"),
+    "storage_hung": partial(Storm.storage_hung, command="true"),
+    "storage_hung_and_a_rank_killed": partial(Storm.storage_hung, command=KILL_A_RANK),
+    "package_broken": Storm.package_broken,
+    "clock_shifted": Storm.clock_shifted,
+    "node_dead_and_back": Storm.node_dead_and_back,
+    "ports_taken": Storm.ports_taken,
 }
-EVERY = [
-    *SIGNALS,
-    *"""
-    preempted_with_grace preempted_without_grace scontrol_requeue usr2 usr2_twice_within_seconds
-    time_limit srun_killed slurmd_killed_and_back node_dead_and_back node_drained
-    controller_away_while_a_rank_is_killed cancelled_and_submitted_again checkpoints_full
-    checkpoints_read_only
-    """.split(),
-]
-if MEMORY_GROUPS.is_dir():
-    EVERY.append("rank_out_of_memory")
-ONCE = ("checkpoints_full_for_10_min", "checkpoints_read_only_for_10_min")
+# Those after which the same attempt may go on, or that have waited for the next one.
+GO_ON = """
+suspended storage_hung clock_shifted ports_taken munged_away_at_start
+munged_away_at_step munged_away_at_save slurmctld_away_at_start slurmctld_away_at_step
+slurmctld_away_at_save slurmd_away_at_start slurmd_away_at_step slurmd_away_at_save
+""".split()
+# Those after which a person may have to act, as docs/slurm.md says.
+BY_HAND = """
+batch_script_killed cancelled_in_a_save cancelled_between_attempts folder_of_the_job_deleted
+requeuehold_and_release slurmctld_away_at_start
+""".split()
+
+
+@contextmanager
+def disk_that_can_hang(folder: Path) -> Iterator[Path]:
+    """A disk of its own, and on it a small one for the checkpoints of each stage."""
+    image = folder / "image"
+    make = f"truncate -s 1G {image} && mkfs.ext4 -q {image}"
+    subprocess.run(make, shell=True, check=True)
+    with ExitStack() as disks:
+        disk = disks.enter_context(mounted(folder / "disk", image, "-o", "loop"))
+        for stage in STAGES:
+            checkpoints = disk / "chain" / stage / "checkpoints"
+            size = ("-t", "tmpfs", "-o", "size=256m")
+            disks.enter_context(mounted(checkpoints, "tmpfs", *size))
+        yield disk / "chain"
 
 
 @pytest.mark.slurm
@@ -304,39 +540,54 @@ def test_interruptions_change_no_bit(
 ) -> None:
     number = max(1, pytestconfig.getoption("--storm-kills") // 4)
     rng = random.Random(pytestconfig.getoption("--storm-seed"))
-    faults = [EVERY[each % len(EVERY)] for each in range(number)]
-    if number > len(EVERY):
-        faults[-len(ONCE) :] = ONCE
-    rng.shuffle(faults)
-    steps = STEPS_OF_A_FAULT * (number + 1)
-    training = ["--config", ROOT / "configs/digits/pretrain.yaml", *SETTINGS]
-    training += [f"schedule.steps={steps}", f"data.path={digits_shards}"]
-    calm, run, database = (
-        tmp_path / name for name in ("calm", "disturbed", "mlflow.db")
-    )
-    here = [ROOT / "launch/local.py", "--num-procs", 2, *training, f"output={calm}"]
-    here += ["tracking.uri=null"]
-    undisturbed = subprocess.Popen([sys.executable, *map(str, here)], cwd=tmp_path)
-    disk = mounted(run / "checkpoints", "tmpfs", "-t", "tmpfs", "-o", "size=256m")
-    with disk, undisturbed, slurm_cluster(more=PARTITIONS) as cluster:
-        uri = f"sqlite:///{database}"
-        there = ["launch/slurm.py", *training, *LAUNCH, f"output={run}"]
-        there += [f"tracking.uri={uri}"]
-        storm = Storm(cluster=cluster, run_folder=run, command=there, rng=rng)
+    faults: list[str] = []
+    while len(faults) < number:
+        faults += rng.sample([*FAULTS], k=len(FAULTS))
+    # For the ports that are taken.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    steps = STEPS_OF_A_FAULT * (number + 1) // len(STAGES)
+    database, calm = tmp_path / "mlflow.db", tmp_path / "calm"
+    words = {
+        "steps": steps,
+        "shards": digits_shards,
+        "configs": ROOT / "configs/digits",
+    }
+    words["python"] = breakable_python(tmp_path)
+    uri = f"sqlite:///{database}"
+    there = CHAIN.format(output=tmp_path / "disk/chain", uri=uri, **words)
+    (tmp_path / "chain.yaml").write_text(there)
+    (tmp_path / "calm.yaml").write_text(CHAIN.format(output=calm, uri="null", **words))
+    here = f"nice {sys.executable} launch/local.py --num-procs 2 --config {calm}.yaml"
+    with (
+        disk_that_can_hang(tmp_path) as chain,
+        subprocess.Popen(here.split(), cwd=ROOT) as undisturbed,
+        slurm_cluster(more=PARTITIONS) as cluster,
+    ):
+        storm = Storm(
+            cluster=cluster,
+            folder=tmp_path,
+            chain=chain,
+            shards=digits_shards,
+            rng=rng,
+        )
         storm.submit()
-        for fault in faults:
-            storm.suffer(fault, after_steps=rng.randrange(1, 40))
-        ended = cluster.wait(storm.job_id, states=["COMPLETED", "FAILED", "CANCELLED"])
-        assert ended["JobState"] == "COMPLETED"
-        assert not storm.processes()
+        for fault in faults[:number]:
+            storm.suffer(fault, after_steps=rng.randrange(1, 20))
+        print(*storm.table(), sep="\n")
+        storm.end(steps)
         assert undisturbed.wait() == 0
-        assert differences(read_state(run), read_state(calm)) == []
-        cluster.script("launch/compare.py", "sync", run, "--uri", uri, cwd=tmp_path)
+        runs = [chain / stage for stage in STAGES]
+        for run in runs:
+            assert differences(read_state(run), read_state(calm / run.name)) == []
+            assert {*os.listdir(run)} - {*os.listdir(calm / run.name)} <= {"slurm"}
+            assert (
+                not [*run.glob("checkpoints/[!s]*")] and not (run / ".lock").read_text()
+            )
+        compare = partial(cluster.script, "launch/compare.py", cwd=tmp_path)
+        compare("sync", *runs, "--uri", uri)
+        compare(*runs)
     with sqlite3.connect(database) as connection:
-        assert connection.execute("select status from runs").fetchall() == [
-            ("FINISHED",)
-        ]
-    print("fault, times, seconds to the next new step (least and most)")
-    for fault, seconds in sorted(storm.seconds.items()):
-        name = fault.replace("_", " ")
-        print(f"{name:40} {len(seconds):3} {min(seconds):5.0f} {max(seconds):5.0f}")
+        statuses = connection.execute("select status from runs").fetchall()
+    assert statuses == [("FINISHED",)] * len(STAGES)
+    assert {*storm.by_hand} <= {*BY_HAND}, storm.by_hand

@@ -78,6 +78,8 @@ def test_a_job_runs_the_code_as_it_was_submitted(
     # The nodes have 4 cores.
     _, output = submit("--dry-run", "launch.cpus_per_task=5")
     assert "warning  sbatch --test-only: allocation failure: Requested node" in output
+    _, output = submit("--dry-run", "launch.timeout_min=61")
+    assert "(test has MaxTime=01:00:00)" in output and "=60, at which" in output
     assert "SLURM          ok " in submit("--dry-run", "launch.cpus_per_task=4")[1]
     assert not jobs.exists()
 

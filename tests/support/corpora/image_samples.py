@@ -8,6 +8,7 @@ import zlib
 from typing import Any
 
 import numpy as np
+import yaml
 from PIL import Image, ImageDraw, ImageFilter
 
 HEIGHT, WIDTH = 19, 23
@@ -119,48 +120,63 @@ def adam7(samples: np.ndarray) -> bytes:
     return b"".join(unfiltered(part) for part in passes if part.size)
 
 
+# Of each: the image, its format, and options of Pillow.
+SAMPLES: dict[str, list[Any]] = yaml.safe_load("""
+jpeg: [rgb, JPEG]
+jpeg smooth: [smooth, JPEG]
+jpeg progressive: [rgb, JPEG, {progressive: true}]
+jpeg progressive smooth: [smooth, JPEG, {progressive: true}]
+jpeg restarts: [rgb, JPEG, {restart_marker_blocks: 2}]
+jpeg 4:4:4: [rgb, JPEG, {subsampling: 0}]
+jpeg rgb: [rgb, JPEG, {keep_rgb: true}]
+jpeg cmyk: [cmyk, JPEG]
+png: [rgb, PNG]
+png smooth: [smooth, PNG]
+png palette: [palette, PNG]
+png palette 4 bits: [palette, PNG, {bits: 4}]
+png palette transparent: [palette, PNG, {transparency: 3}]
+png rgba: [rgba, PNG]
+webp: [rgb, WEBP]
+webp smooth: [smooth, WEBP]
+webp lossless: [rgb, WEBP, {lossless: true}]
+webp rgba: [rgba, WEBP]
+webp lossless rgba: [rgba, WEBP, {lossless: true}]
+""")
+
+
 def small_samples() -> dict[str, bytes]:
     """Valid images of every common kind, by name."""
     noise = pixels(3)
     rgb, rgba = Image.fromarray(noise), Image.fromarray(pixels(4))
-    palette = rgb.quantize(16)
     frames: dict[str, Any] = {
         "save_all": True,
         "append_images": [Image.fromarray(255 - noise)],
     }
-    return {
-        "jpeg": encoded(rgb, "JPEG"),
-        "jpeg smooth": encoded(smooth(), "JPEG"),
-        "jpeg progressive": encoded(rgb, "JPEG", progressive=True),
-        "jpeg progressive smooth": encoded(smooth(), "JPEG", progressive=True),
-        "jpeg restarts": encoded(rgb, "JPEG", restart_marker_blocks=2),
-        "jpeg 4:4:4": encoded(rgb, "JPEG", subsampling=0),
+    images = {
+        "rgb": rgb,
+        "rgba": rgba,
+        "smooth": Image.fromarray(smooth()),
+        "cmyk": pixels_as_cmyk(),
+        "palette": rgb.quantize(16),
+    }
+    samples = {
+        name: encoded(images[image], format, **dict(*options))
+        for name, (image, format, *options) in SAMPLES.items()
+    }
+    return samples | {
         "jpeg grey": encoded(rgb.convert("L"), "JPEG"),
-        "jpeg rgb": encoded(rgb, "JPEG", keep_rgb=True),
-        "jpeg cmyk": encoded(pixels_as_cmyk(), "JPEG"),
         "jpeg rotated": encoded(rgb, "JPEG", exif=rotated(6)),
         "jpeg profile": encoded(rgb, "JPEG", icc_profile=bytes(2_000)),
         "jpeg comment": encoded(rgb, "JPEG", comment=b"\xff\xd9 not the end"),
         "jpeg two pictures": encoded(rgb, "MPO", **frames),
-        "png": encoded(rgb, "PNG"),
-        "png smooth": encoded(smooth(), "PNG"),
         "png grey": encoded(rgb.convert("L"), "PNG"),
         "png 1 bit": encoded(rgb.convert("1"), "PNG"),
-        "png palette": encoded(palette, "PNG"),
-        "png palette 4 bits": encoded(palette, "PNG", bits=4),
-        "png palette transparent": encoded(palette, "PNG", transparency=3),
         "png grey alpha": encoded(rgba.convert("LA"), "PNG"),
-        "png rgba": encoded(rgba, "PNG"),
         "png 16 bits": deep_png(pixels(1, dtype=np.uint16)),
         "png 16 bits rgb": deep_png(pixels(3, dtype=np.uint16)),
         "png interlaced": png(WIDTH, HEIGHT, rows=adam7(noise), interlace=1),
         "png animated": encoded(rgb, "PNG", **frames),
         "png rotated": encoded(rgb, "PNG", exif=rotated(3)),
-        "webp": encoded(rgb, "WEBP"),
-        "webp smooth": encoded(smooth(), "WEBP"),
-        "webp lossless": encoded(rgb, "WEBP", lossless=True),
-        "webp rgba": encoded(rgba, "WEBP"),
-        "webp lossless rgba": encoded(rgba, "WEBP", lossless=True),
         "webp animated": encoded(rgb, "WEBP", **frames),
         "webp rotated": encoded(rgb, "WEBP", exif=rotated(8)),
     }

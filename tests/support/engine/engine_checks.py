@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
@@ -301,26 +302,21 @@ def refuses_other_graphs(world: World, *, stage: int) -> None:
 
 STAGES = (0, 1, 2, 3)
 # Each stage comes first and second.
-MOVES = [
-    ("skipped", 0, 3),
-    ("skipped", 3, 1),
-    ("skipped", 1, 2),
-    ("skipped", 2, 0),
-    ("sgd", 1, 3),
-]
-MOVES += [
-    ("lamb", 0, 0),
-    ("bf16 momentum", 1, 3),
-    ("layer decay", 1, 3),
-    ("layer decay", 3, 0),
-]
-MOVES += [("frozen", 0, 3), ("frozen", 3, 1), ("frozen", 1, 2), ("frozen", 2, 0)]
+MOVES = yaml.safe_load("""
+skipped: [[0, 3], [3, 1], [1, 2], [2, 0]]
+sgd: [[1, 3]]
+lamb: [[0, 0]]
+bf16 momentum: [[1, 3]]
+layer decay: [[1, 3], [3, 0]]
+frozen: [[0, 3], [3, 1], [1, 2], [2, 0]]
+""")
 CHECKS: dict[str, Callable[[World], None]] = {
     **{
         f"{task} moves from ZeRO {source} to {target}": partial(
             state_moves_in_the_middle, source=source, target=target, task=task
         )
-        for task, source, target in MOVES
+        for task, moves in MOVES.items()
+        for source, target in moves
     },
     # DeepSpeed has other wrappers in bf16 than in fp32.
     **{

@@ -2,9 +2,10 @@
 
     reference_cases.py FOLDER       (one rank; started by test_reference.py)
 
-Owns: TASKS, what is trained (an optimiser, an objective or a switch each), ALL, each task on each
-machine, the session that a task is trained in, without files, and how close its numbers must be.
-As a script it trains the cases of FOLDER/cases.txt; the engine's results go to FOLDER/CASE.pt.
+Owns: TASKS and SECTIONS, what is trained (an optimiser, an objective or a switch each), ALL, each
+task on each machine, the session that a task is trained in, without files, and how close its
+numbers must be. As a script it trains the cases of FOLDER/cases.txt; the engine's results go to
+FOLDER/CASE.pt.
 Leaves out: what is right (`reference_training`, `reference_losses`).
 """
 
@@ -14,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, islice, product
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from pretrain.objectives.masked_patch_prediction import MaskedPatchPrediction
@@ -68,15 +70,15 @@ EPS = 1e-2
 FP16_POWER = 8
 # Buckets hold a few tensors each.
 RAW = {"zero_optimization": {"reduce_bucket_size": 2000}}
+BASE = Recipe(peak=1e-2, eps=EPS, weight_decay=2.0, drop_seed=SEED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The settings of a run, and the same for the reference."""
+    """What the reference trains, and how. The settings of its run are in SECTIONS."""
 
-    recipe: Recipe
+    recipe: Recipe = BASE
     loss: Callable[[], Loss] = losses.supervised
-    sections: dict[str, Any] = field(default_factory=dict)
     frozen: str | None = None
     """Start of the names of parameters that are not trained."""
     spoiled: bool = False
@@ -154,122 +156,74 @@ def corruption_of(positions: np.ndarray) -> dict[str, torch.Tensor]:
     return objective.corruption(positions, torch.device("cpu"))
 
 
-ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": EPS, "weight_decay": 2.0}
-BASE = Recipe(peak=1e-2, eps=EPS, weight_decay=2.0, drop_seed=SEED)
-
-
 def adamw(**changed: Any) -> Recipe:
-    return Recipe(**{**vars(BASE), **changed})
+    return replace(BASE, **changed)
 
 
-def objective(name: str, **settings: Any) -> dict[str, Any]:
-    return {"objective": {"name": name, **settings}}
-
-
-TEACHER = {"teacher": {"weights": "none"}, "alpha": 0.4}
-MAE = {"mask_ratio": 0.5, "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2}
+# Sections of a run beside those that all tasks have. One with a name replaces the common one.
+SECTIONS: dict[str, dict[str, Any]] = yaml.safe_load("""
+sgd: {optim: {name: sgd, lr: 0.1}, schedule: {decay: linear}}
+lamb:
+  optim: {name: lamb, lr: 0.01, eps: 0.01, weight_decay: 0.1}
+  schedule: {decay: constant}
+bf16 momentum: {optim: {momentum_dtype: bf16}}
+sigmoid: {objective: {name: supervised, loss: sigmoid, label_smoothing: 0.1}}
+bce: {objective: {name: supervised, loss: bce}}
+hard distillation:
+  objective: {name: distillation, kind: hard, teacher: {weights: none}, alpha: 0.4}
+soft distillation:
+  objective: {name: distillation, kind: soft, tau: 3, teacher: {weights: none}, alpha: 0.4}
+mae:
+  objective: {name: mae, mask_ratio: 0.5, decoder_width: 8, decoder_depth: 1, decoder_heads: 2}
+  model: {positions: sincos2d_mae, width: 32}
+masked patches: {objective: {name: masked_patch_prediction}}
+# At a rate that falls to zero the average would end where the weights do. Its own warm-up lasts
+# longer than the training.
+average: {optim: {ema: {decay: 0.9}}, schedule: {decay: constant}}
+clip: {optim: {clip_norm: 1.0}}
+layer decay: {optim: {layer_decay: 0.6, weight_decay_mode: independent, weight_decay: 0.05}}
+mixing:
+  data: {mixing: {mixup_alpha: 0.8, mode: pair}}
+  objective: {name: supervised, label_smoothing: 0.1}
+activation checkpointing: {engine: {activation_checkpointing: true}}
+frozen: {optim: {ema: {decay: 0.6}}}
+drop path: {model: {drop_path: 0.3, dropout: 0.1}}
+skipped: {optim: {ema: {decay: 0.6}, clip_norm: 1.0}, schedule: {decay: constant}}
+""")
 TASKS = {
     # Optimisers.
-    "adamw": Task(recipe=adamw(), sections={}),
+    "adamw": Task(),
     "sgd": Task(
-        recipe=adamw(optimizer="sgd", peak=0.1, weight_decay=0.0, curve="linear"),
-        sections={"optim": {"name": "sgd", "lr": 0.1}, "schedule": {"decay": "linear"}},
+        recipe=adamw(optimizer="sgd", peak=0.1, weight_decay=0.0, curve="linear")
     ),
     "lamb": Task(
-        recipe=adamw(optimizer="lamb", weight_decay=0.1, curve="constant"),
-        sections={
-            "optim": {"name": "lamb", "lr": 1e-2, "eps": EPS, "weight_decay": 0.1},
-            "schedule": {"decay": "constant"},
-        },
-        stages=(0,),
+        recipe=adamw(optimizer="lamb", weight_decay=0.1, curve="constant"), stages=(0,)
     ),
-    "bf16 momentum": Task(
-        recipe=adamw(optimizer="adamw bf16 momentum"),
-        sections={"optim": ADAMW | {"momentum_dtype": "bf16"}},
-    ),
+    "bf16 momentum": Task(recipe=adamw(optimizer="adamw bf16 momentum")),
     # Objectives.
-    "sigmoid": Task(
-        recipe=adamw(),
-        loss=lambda: losses.supervised("sigmoid", smoothing=0.1),
-        sections=objective("supervised", loss="sigmoid", label_smoothing=0.1),
-    ),
-    "bce": Task(
-        recipe=adamw(),
-        loss=lambda: losses.supervised("bce"),
-        sections=objective("supervised", loss="bce"),
-    ),
+    "sigmoid": Task(loss=lambda: losses.supervised("sigmoid", smoothing=0.1)),
+    "bce": Task(loss=lambda: losses.supervised("bce")),
     "hard distillation": Task(
-        recipe=adamw(),
-        loss=lambda: losses.distillation(teacher(), kind="hard", alpha=0.4, tau=1),
-        sections=objective("distillation", kind="hard", **TEACHER),
+        loss=lambda: losses.distillation(teacher(), kind="hard", alpha=0.4, tau=1)
     ),
     "soft distillation": Task(
-        recipe=adamw(),
-        loss=lambda: losses.distillation(teacher(), kind="soft", alpha=0.4, tau=3),
-        sections=objective("distillation", kind="soft", tau=3, **TEACHER),
+        loss=lambda: losses.distillation(teacher(), kind="soft", alpha=0.4, tau=3)
     ),
-    "mae": Task(
-        recipe=adamw(),
-        loss=lambda: losses.masked_autoencoder(order_of, kept=2),
-        sections=objective("mae", **MAE)
-        | {"model": {"positions": "sincos2d_mae", "width": 32}},
-    ),
-    "masked patches": Task(
-        recipe=adamw(),
-        loss=lambda: losses.masked_patches(corruption_of),
-        sections=objective("masked_patch_prediction"),
-    ),
+    "mae": Task(loss=lambda: losses.masked_autoencoder(order_of, kept=2)),
+    "masked patches": Task(loss=lambda: losses.masked_patches(corruption_of)),
     # Switches.
-    # At a rate that falls to zero the average would end where the weights do. Its own warm-up lasts
-    # longer than the training.
-    "average": Task(
-        recipe=adamw(average=0.9, curve="constant"),
-        sections={
-            "optim": ADAMW | {"ema": {"decay": 0.9}},
-            "schedule": {"decay": "constant"},
-        },
-    ),
-    "clip": Task(
-        recipe=adamw(clip=1.0), sections={"optim": ADAMW | {"clip_norm": 1.0}}
-    ),
+    "average": Task(recipe=adamw(average=0.9, curve="constant")),
+    "clip": Task(recipe=adamw(clip=1.0)),
     "layer decay": Task(
-        recipe=adamw(layer_decay=0.6, is_independent=True, weight_decay=0.05),
-        sections={
-            "optim": ADAMW
-            | {
-                "layer_decay": 0.6,
-                "weight_decay_mode": "independent",
-                "weight_decay": 0.05,
-            }
-        },
+        recipe=adamw(layer_decay=0.6, is_independent=True, weight_decay=0.05)
     ),
-    "mixing": Task(
-        recipe=adamw(),
-        loss=lambda: losses.supervised(smoothing=0.1, share_of=share_of),
-        sections={"data": {"mixing": {"mixup_alpha": 0.8, "mode": "pair"}}}
-        | objective("supervised", label_smoothing=0.1),
-    ),
-    "activation checkpointing": Task(
-        recipe=adamw(), sections={"engine": {"activation_checkpointing": True}}
-    ),
-    "frozen": Task(
-        recipe=adamw(average=0.6),
-        sections={"optim": ADAMW | {"ema": {"decay": 0.6}}},
-        frozen="blocks.0.",
-    ),
-    "skipped block": Task(
-        recipe=adamw(), loss=supervised_with_skips, skips=True, stages=(0, 1)
-    ),
-    "drop path": Task(
-        recipe=adamw(), sections={"model": {"drop_path": 0.3, "dropout": 0.1}}
-    ),
+    "mixing": Task(loss=lambda: losses.supervised(smoothing=0.1, share_of=share_of)),
+    "activation checkpointing": Task(),
+    "frozen": Task(recipe=adamw(average=0.6), frozen="blocks.0."),
+    "skipped block": Task(loss=supervised_with_skips, skips=True, stages=(0, 1)),
+    "drop path": Task(),
     "skipped": Task(
-        recipe=adamw(average=0.6, clip=1.0, curve="constant"),
-        sections={
-            "optim": ADAMW | {"ema": {"decay": 0.6}, "clip_norm": 1.0},
-            "schedule": {"decay": "constant"},
-        },
-        spoiled=True,
+        recipe=adamw(average=0.6, clip=1.0, curve="constant"), spoiled=True
     ),
 }
 MACHINES = [
@@ -382,7 +336,7 @@ def make_run(
     values: dict[str, dict[str, Any]] = {
         "data": {"path": "none", "global_batch": GLOBAL_BATCH},
         "model": dict(MODEL),
-        "optim": dict(ADAMW),
+        "optim": {"lr": 1e-2, "eps": EPS, "weight_decay": 2.0},
         "schedule": {"steps": STEPS, "warmup_steps": 5},
         "engine": {
             "device": device,
@@ -393,10 +347,9 @@ def make_run(
         },
         "deepspeed": raw,
     }
-    for section, changed in TASKS[task].sections.items():
-        values[section] = (
-            changed if section == "optim" else values.get(section, {}) | changed
-        )
+    for section, changed in SECTIONS.get(task, {}).items():
+        common = {} if "name" in changed else values[section]
+        values[section] = common | changed
     return PretrainRun.model_validate(
         {"stage": "pretrain", "name": "x", "seed": SEED, **values}
     )

@@ -39,13 +39,13 @@ NOT_STATED = (0, 0)
 WEIGHT_KEYS = ("model", "state_dict", "teacher")
 # Where they put the average of the weights: timm, then DeiT and MAE.
 AVERAGE_KEYS = ("state_dict_ema", "model_ema")
-# In names of weights that were saved from a model of torch.compile.
+# torch.compile puts it into the names of the weights that it wraps.
 COMPILED = "_orig_mod."
-# Of `args` in the files of timm, MAE and DeiT.
+# Types of `args` in the files of timm, MAE and DeiT.
 EXTRA_TYPES: list[Any] = [argparse.Namespace, pathlib.PosixPath]
 # bfloat16 as numpy stores unknown types: big_vision, utils.py, `recover_dtype`.
 BFLOAT16 = np.dtype("V2")
-# What loaders raise for files that are cut, changed or no such file.
+# Loaders raise these for files that are cut, changed or something else.
 DAMAGE = (
     ValueError,
     TypeError,

@@ -92,7 +92,7 @@ def _rows() -> Iterator[Row]:
 
 READ = {theirs: (ours, layout) for theirs, ours, layout in _rows()}
 WRITE = {ours: (theirs, layout) for theirs, (ours, layout) in READ.items()}
-# In a block: (of big_vision, of vision_transformer).
+# Modules of a block: (big_vision's, vision_transformer's).
 NUMBERS = (
     ("MultiHeadDotProductAttention_0", "MultiHeadDotProductAttention_1"),
     ("LayerNorm_1", "LayerNorm_2"),

@@ -64,20 +64,22 @@ def hub_errors(name: str, *, where: str, then: str = "") -> Iterator[None]:
         kind: type[UserError] = UserError
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if isinstance(error, errors.HFValidationError):
-            what = f"{name!r} is not OWNER/NAME"
+            problem = f"{name!r} is not OWNER/NAME"
             next_step = "copy it from the repository's page"
         elif isinstance(error, errors.RevisionNotFoundError):
-            what = "no such revision"
+            problem = "no such revision"
             next_step = "name a branch, a tag or a commit of it"
         elif isinstance(error, errors.RepositoryNotFoundError):
-            what = "no such repository, or one that is private or has terms to accept"
+            problem = (
+                "no such repository, or one that is private or has terms to accept"
+            )
             next_step = f"correct the name, or {log_in}; terms are accepted on its page"
         elif status in (401, 403) or isinstance(error, errors.LocalTokenNotFoundError):
-            what = "no token that allows it"
+            problem = "no token that allows it"
             next_step = f"{log_in} to one that does"
         else:
             # Anything else may be gone at the next attempt.
             kind = StorageError
-            what = f"{constants.ENDPOINT} cannot be used ({short_reason(error)})"
+            problem = f"{constants.ENDPOINT} cannot be used ({short_reason(error)})"
             next_step = "check the network and HF_ENDPOINT, and try again"
-        raise kind(what, where=where, next_step=next_step + then) from None
+        raise kind(problem, where=where, next_step=next_step + then) from None

@@ -145,11 +145,11 @@ def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
     """Read a folder. Raises UserError for another family of models, and for damaged files."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        what = "names no model_type"
+        problem = "names no model_type"
         if model_type:
-            what = f"describes a model of type {model_type!r}"
+            problem = f"describes a model of type {model_type!r}"
         raise UserError(
-            what,
+            problem,
             where=str(folder / CONFIG),
             allowed=f"{', '.join(FAMILIES)}, or a folder of timm, which has `architecture`",
             next_step="use weights of one of these",
@@ -204,7 +204,7 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def _known(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    # What config.json leaves out is transformers' own default.
+    # A key that config.json leaves out has transformers' own default.
     epsilon = config.get("layer_norm_eps", EPSILONS[str(config["model_type"])])
     known: dict[str, Any] = {
         "num_heads": int(config["num_attention_heads"]),

@@ -97,7 +97,7 @@ def timm_preprocessing(
 PREPROCESSOR = "preprocessor_config.json"
 # Pillow's numbers of filters.
 RESAMPLES = {2: "bilinear", 3: "bicubic"}
-# What an image processor does where its file has no such key: of all, then by class.
+# Defaults of image processors for keys that their file lacks: of all, then by class.
 _DEFAULTS: dict[str, Any] = {
     "do_resize": True,
     "do_center_crop": False,

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import timm
@@ -187,7 +188,7 @@ def _named(file: TorchFile, path: Path, timm_name: str | None) -> Weights:
         if "embeddings.patch_embeddings.projection" in name:
             next_step = f"put its {CONFIG} beside it"
             if (path.parent / CONFIG).is_file():
-                next_step = f"set init={path.parent}"
+                next_step = f"set init={quote(str(path.parent))}"
             raise UserError(
                 f"has Hugging Face's names, such as {name!r}; they need {CONFIG}",
                 where=str(path),

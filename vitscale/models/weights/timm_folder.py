@@ -32,7 +32,7 @@ ACTIVATIONS = {"none": "erf", "tanh": "tanh", "GELUTanh": "tanh", "SiLU": None}
 POOLS = {"token": "cls", "avg": "gap", "map": "map"}
 # A class of ImageNet, whose words are easier to read and found again among its ids.
 SYNSET = re.compile(r"n\d{8}")
-# Of a command line of timm's train.py: what else decides how images are read.
+# Options of timm's train.py that decide how images are read.
 PIXEL_ARGUMENTS = ("mean", "std", "interpolation", "crop_pct", "crop_mode", "img_size")
 
 
@@ -97,7 +97,7 @@ def read_timm_checkpoint(
     pixels = {key: arguments.get(key) for key in PIXEL_ARGUMENTS}
     pixels["crop_pct"] = pixels["crop_pct"] or arguments.get("eval_crop_ratio")
 
-    # In DeiT one number, which builds the model too; in timm the shape of an image.
+    # DeiT has one number, which builds the model too; timm has the shape of an image.
     if isinstance(size, int):
         model_arguments = {"img_size": size, **model_arguments}
         pixels["img_size"] = size
@@ -165,7 +165,7 @@ def _plain_transformer(
     name: str, arguments: Mapping[str, Any]
 ) -> VisionTransformer | None:
     """The model that timm would build, without memory; None if it is not in the family vit."""
-    # Of the model alone: timm's factory also takes paths of files to load.
+    # Other arguments are of timm's factory, which also takes paths of files to load.
     if not set(arguments) <= set(inspect.signature(VisionTransformer).parameters):
         return None
     try:

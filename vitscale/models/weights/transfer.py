@@ -247,7 +247,7 @@ def transfer_weights(
     else:
         left_out = (*OBJECTIVE, *HEADS)
     next_step += ", or model.name=timm for weights of another family"
-    own, given = (
+    target, given = (
         {
             name: value
             for name, value in tensors.items()
@@ -257,15 +257,15 @@ def transfer_weights(
     )
 
     # Fixed positions are in no file, and a model that learns them starts from them.
-    replaced = _replaced_norm(own, given)
-    given |= {name: value for name, value in source.computed.items() if name in own}
+    replaced = _replaced_norm(target, given)
+    given |= {name: value for name, value in source.computed.items() if name in target}
     if POSITIONS in given:
         if convention == "auto":
             convention = source.positions
-        _resize_positions(given, own, source, grid=grid, convention=convention)
+        _resize_positions(given, target, source, grid=grid, convention=convention)
 
     # Kernels that are alike but for the rows and columns of a patch.
-    ours = own[PATCH].shape if PATCH in own else ()
+    ours = target[PATCH].shape if PATCH in target else ()
     theirs = given[PATCH].shape if PATCH in given else ()
     if ours != theirs and ours[:2] == theirs[:2] and len(theirs) == 4:
         next_step += "; or set init_patch=resize"
@@ -279,7 +279,7 @@ def transfer_weights(
                 antialias=False,
             )
 
-    refuse_misfits(own, given, where=where, next_step=next_step)
+    refuse_misfits(target, given, where=where, next_step=next_step)
     model.load_state_dict(given, strict=False)
     trained_alone = [name for name in source.tensors if name.startswith(OBJECTIVE)]
     return sorted([*trained_alone, *replaced])
@@ -287,13 +287,13 @@ def transfer_weights(
 
 def _resize_positions(
     given: dict[str, torch.Tensor],
-    own: Mapping[str, torch.Tensor],
+    target: Mapping[str, torch.Tensor],
     source: Weights,
     *,
     grid: tuple[int, int],
     convention: str,
 ) -> None:
-    """Resize the positions in `given` to the grid of the model, whose tensors `own` are.
+    """Resize the positions in `given` to the grid of the model, whose tensors `target` are.
 
     Raises UserError where they do not fit the grid of their source.
     """
@@ -312,32 +312,32 @@ def _resize_positions(
         raise UserError(str(error), where=source.where) from None
     pos_1LD = resized_LD[None]
     given[POSITIONS] = pos_1LD
-    if POSITIONS not in own or CLASS not in given:
+    if POSITIONS not in target or CLASS not in given:
         return
 
     # Add or remove the class token's position; the sum of the two stays the same.
-    num_own_rows = own[POSITIONS].shape[1] - math.prod(grid)
-    if num_prefix_rows == 1 and num_own_rows == 0:
+    num_target_rows = target[POSITIONS].shape[1] - math.prod(grid)
+    if num_prefix_rows == 1 and num_target_rows == 0:
         given[CLASS] = given[CLASS].float() + pos_1LD[:, :1]
         given[POSITIONS] = pos_1LD[:, 1:]
-    elif num_prefix_rows == 0 and num_own_rows == 1:
+    elif num_prefix_rows == 0 and num_target_rows == 1:
         zero_11D = torch.zeros_like(pos_1LD[:, :1])
         given[POSITIONS] = torch.cat([zero_11D, pos_1LD], dim=1)
 
 
 def _replaced_norm(
-    own: dict[str, torch.Tensor], given: dict[str, torch.Tensor]
+    target: dict[str, torch.Tensor], given: dict[str, torch.Tensor]
 ) -> list[str]:
-    """Take the norm before the mean out of `given`, and the one after it out of `own`.
+    """Take the norm before the mean out of `given`, and the one after it out of `target`.
 
     As MAE's fine-tuning does: the former normalised single tokens.
     """
     before = [name for name in given if name.startswith("norm.")]
-    after = [name for name in own if name.startswith("fc_norm.")]
+    after = [name for name in target if name.startswith("fc_norm.")]
     if not before or not after or any(name in given for name in after):
         return []
     for name in before:
         del given[name]
     for name in after:
-        del own[name]
+        del target[name]
     return before
