@@ -35,7 +35,8 @@ from data_prep.formats.index_files import (
 from data_prep.formats.ledger import LEDGER_NAME
 from data_prep.images.check import Rejected, format_of, open_image
 from vitscale.data.index import INDEX_NAME, NO_LABEL, Manifest, ShardEntry
-from vitscale.data.tar_writer import END_MARK, around_image
+from vitscale.data.tar_members import END_MARK
+from vitscale.data.tar_writer import around_image
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.worker_processes import Workers
 from vitscale.images.jpeg import entry_points

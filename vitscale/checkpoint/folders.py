@@ -64,6 +64,10 @@ def only_this_rank(value: Any) -> list[Any]:
     return [value]
 
 
+def _damaged(what: str, place: Path | str) -> UserError:
+    return UserError(what, where=str(place), next_step=REMEDY)
+
+
 def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
@@ -117,8 +121,8 @@ def _read_share(folder: Path, *, rank: int, world_size: int) -> Checkpoint:
     try:
         manifest = retried(lambda: read_manifest(path))
         if STEP_FOLDER.fullmatch(folder.name) and manifest["step"] != step_of(folder):
-            what = f"belongs to step {manifest['step']}, not to this folder"
-            raise UserError(what, where=str(path), next_step=REMEDY)
+            step = manifest["step"]
+            raise _damaged(f"belongs to step {step}, not to this folder", path)
         files: Listing = manifest["files"]
         for name in list(files)[rank::world_size]:
             retried(partial(verify_file, folder, name, files[name]))
@@ -133,9 +137,7 @@ def _read_share(folder: Path, *, rank: int, world_size: int) -> Checkpoint:
         raise
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         what = f"missing or unreadable ({error.strerror})"
-        raise UserError(
-            what, where=str(error.filename or path), next_step=REMEDY
-        ) from None
+        raise _damaged(what, error.filename or path) from None
     except OSError as error:
         raise StorageError(
             f"cannot be read ({error.strerror})",
@@ -144,21 +146,22 @@ def _read_share(folder: Path, *, rank: int, world_size: int) -> Checkpoint:
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"not a checkpoint manifest ({type(error).__name__}: {error})"
-        raise UserError(what, where=str(path), next_step=REMEDY) from None
+        raise _damaged(what, path) from None
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """A manifest that agrees with its own hash. Raises UserError, OSError, ValueError or such."""
     manifest = json.loads(path.read_text())
-    if (version := manifest["format_version"]) != FORMAT_VERSION:
-        what = f"format version {version!r} is unknown"
+    version = manifest["format_version"]
+    if version != FORMAT_VERSION:
         raise UserError(
-            what, where=str(path), allowed=str(FORMAT_VERSION), next_step=REMEDY
+            f"format version {version!r} is unknown",
+            where=str(path),
+            allowed=str(FORMAT_VERSION),
+            next_step=REMEDY,
         )
     if manifest.pop("manifest_blake3", None) != _hash_of(manifest):
-        raise UserError(
-            "does not match its own hash", where=str(path), next_step=REMEDY
-        )
+        raise _damaged("does not match its own hash", path)
     return manifest
 
 
@@ -167,14 +170,11 @@ def verify_file(
 ) -> None:
     """Compare size and hash of a file. Raises OSError, or UserError if they differ."""
     if Path(name).name != name or not name.endswith(".safetensors"):
-        raise UserError(
-            f"lists {name!r}, which is not a plain file name", where=str(folder)
-        )
+        what = f"lists {name!r}, which is not a plain file name"
+        raise UserError(what, where=str(folder))
     check_sizes(folder, {name: expected})
     if blake3_of_file(folder / name, from_disk=from_disk) != expected["blake3"]:
-        raise UserError(
-            "does not match its hash", where=str(folder / name), next_step=REMEDY
-        )
+        raise _damaged("does not match its hash", folder / name)
 
 
 def looks_whole(folder: Path) -> bool:
@@ -189,10 +189,10 @@ def looks_whole(folder: Path) -> bool:
 def check_sizes(folder: Path, files: Listing) -> None:
     """Raise OSError or UserError unless all files are there and of the right size."""
     for name, expected in files.items():
-        found = (folder / name).stat().st_size
-        if found != expected["bytes"]:
-            what = f"has {found} bytes, expected {expected['bytes']}"
-            raise UserError(what, where=str(folder / name), next_step=REMEDY)
+        path = folder / name
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            raise _damaged(f"has {size} bytes, expected {expected['bytes']}", path)
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -221,9 +221,8 @@ def newest_checkpoint(
         except StorageError:
             raise
         except UserError as error:
-            shown = UserError(
-                error.what, where=error.where
-            )  # the next step is done here
+            # Its next step is done here.
+            shown = UserError(error.what, where=error.where)
             complaints.append(f"skipping damaged checkpoint: {shown}")
     if complaints:
         raise UserError(
@@ -252,15 +251,12 @@ def resolve_weights(
     checkpoint, complaints = newest_checkpoint(folder / "checkpoints", **ranks)
     if checkpoint is not None:
         return checkpoint, complaints
-    what = (
-        "holds no checkpoint" if folder.is_dir() else "no such run or checkpoint folder"
-    )
-    places = (Path("runs"), folder.parent)
-    runs = {
-        each.parent.name: each.parent
-        for at in places
-        for each in at.glob("*/checkpoints/")
-    }
+    what = "no such run or checkpoint folder"
+    if folder.is_dir():
+        what = "holds no checkpoint"
+    parents = (Path("runs"), folder.parent)
+    stores = [store for parent in parents for store in parent.glob("*/checkpoints/")]
+    runs = {store.parent.name: store.parent for store in stores}
     best = nearest(folder.name, [*runs])
     step = f"did you mean {runs[best]}?" if best else "correct the path"
     raise UserError(what, where=f"{key}={path}", allowed=ALLOWED_MODELS, next_step=step)
@@ -378,27 +374,25 @@ def _finish(save: Save, shares: list[Listing | UserError]) -> list[str]:
         files |= share
     # Not so if the folder is on a disk that the nodes do not share.
     check_sizes(save.temporary, files)
-    values = {"progress": save.progress, "description": save.description}
-    _write(
-        save, MANIFEST, [manifest_text(step=save.step, files=files, **values).encode()]
+    text = manifest_text(
+        step=save.step,
+        files=files,
+        progress=save.progress,
+        description=save.description,
     )
-    warnings = _flush_before(save)
-    # A step that exists is damaged: the run has resumed from an older one.
-    _set_aside(save.final)
-    commit_folder(save.temporary, save.final)
-    return warnings + _prune(save)
-
-
-def _flush_before(save: Save) -> list[str]:
-    """Call `before_commit`. A sentence if storage refuses: a step is worth more than its log."""
+    _write(save, MANIFEST, [text.encode()])
+    warnings = []
     try:
         if save.before_commit is not None:
             save.before_commit()
     except OSError as error:
-        return [
-            f"warning: {error.filename}: not flushed before a commit ({error.strerror})"
-        ]
-    return []
+        # A step is worth more than its log.
+        note = f"{error.filename}: not flushed before a commit ({error.strerror})"
+        warnings.append(f"warning: {note}")
+    # A step that exists is damaged: the run has resumed from an older one.
+    _set_aside(save.final)
+    commit_folder(save.temporary, save.final)
+    return warnings + _prune(save)
 
 
 def _set_aside(folder: Path) -> None:

@@ -61,7 +61,9 @@ DTYPES = {
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 # After SILENT_S without a touch a holder on another node is gone. Under SLURM a start waits for
 # WAIT_S: the holder may be an attempt that is ending. The other ranks wait too, so not for longer.
-BEAT_S, SILENT_S, WAIT_S = 5.0, 20.0, 30.0
+BEAT_S = 5.0
+SILENT_S = 20.0
+WAIT_S = 30.0
 # How long after a start has written its name another one's may still appear.
 SETTLE_S = 1.0
 HOLDER_BYTES = 256
@@ -94,8 +96,12 @@ class CheckpointStore:
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
         """`newest_checkpoint`, the same on all ranks, which share the verification."""
-        ranks = {"rank": self.world.rank, "world_size": self.world.world_size}
-        return newest_checkpoint(self.folder, gather=gather_objects, **ranks)
+        return newest_checkpoint(
+            self.folder,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            gather=gather_objects,
+        )
 
     def save(
         self,
@@ -127,10 +133,8 @@ class CheckpointStore:
         )
         self._save = Future()
         # A daemon: a process that must end does not wait for a disk that hangs.
-        arguments = save, tensors, self._save
-        threading.Thread(
-            target=self._write, args=arguments, name="save", daemon=True
-        ).start()
+        work = partial(self._write, save, tensors, self._save)
+        threading.Thread(target=work, name="save", daemon=True).start()
 
     def wait_for_host_copy(self) -> None:
         """Wait until the tensors given to `save` may change: before an update of the weights."""
@@ -153,9 +157,9 @@ class CheckpointStore:
             self._copied.set()
 
     def _gather(self, value: Any) -> list[Any]:
-        return (
-            [value] if self._group is None else gather_objects(value, group=self._group)
-        )
+        if self._group is None:
+            return [value]
+        return gather_objects(value, group=self._group)
 
     def _finite(
         self, save: Save, pieces: list[bytes | memoryview]
@@ -166,7 +170,8 @@ class CheckpointStore:
         checkpoint alone.
         """
         os.stat(self.folder.parent)
-        if bad := self._host_copy.not_finite():
+        bad = self._host_copy.not_finite()
+        if bad:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             raise DivergedError(
                 f"not saved: {bad[0]}{more} not finite by step {save.step}",
@@ -297,7 +302,8 @@ def _end_without(folder: Path) -> None:
 def _acquire(path: Path, descriptor: int) -> None:
     """Return when this process is the holder. Raises UserError when somebody else is."""
     job = os.environ.get("SLURM_JOB_ID")
-    own = f"{f'job {job}' if job else f'process {os.getpid()}'} on {node_name()}"
+    process = f"job {job}" if job else f"process {os.getpid()}"
+    name = f"{process} on {node_name()}"
     start = touched = time.monotonic()
     first = last = path.stat().st_mtime_ns
     while True:
@@ -308,34 +314,39 @@ def _acquire(path: Path, descriptor: int) -> None:
             locked = False
         except OSError:  # not on this file system
             locked = None
+
+        # A holder that touches the file is alive, whatever the lock says.
         now = time.monotonic()
         holder = read_holder(path)
-        if (beat := path.stat().st_mtime_ns) != last:
+        beat = path.stat().st_mtime_ns
+        if beat != last:
             last = beat
             touched = now
         is_gone = not holder or now - touched > SILENT_S
         # On one node flock is right, even just after a kill.
         is_here = bool(locked) and holder.endswith(f" on {node_name()}")
         if is_here or (locked is not False and is_gone):
-            _write_holder(descriptor, own)
+            _write_holder(descriptor, name)
             if locked and not job:
                 return
             # Another node may have found the folder free, too: the later one has it.
             took_s = time.monotonic() - now
             time.sleep(max(SETTLE_S, 2 * took_s))
             holder = read_holder(path)
-            if holder == own:
+            if holder == name:
                 return
             last = path.stat().st_mtime_ns
             touched = time.monotonic()
-        what = "another job is training in this run folder" + (
-            f": {holder}" if holder else ""
-        )
-        next_step = "wait for it or stop it, or choose another name"
-        if not job and (locked is False or last != first):
-            raise UserError(what, where=str(path.parent), next_step=next_step)
-        if time.monotonic() - start > WAIT_S:
-            raise FolderTakenError(what, where=str(path.parent), next_step=next_step)
+
+        # Outside SLURM nobody ends the other job, so that waiting is of no use.
+        is_in_use = not job and (locked is False or last != first)
+        if is_in_use or time.monotonic() - start > WAIT_S:
+            what = "another job is training in this run folder"
+            if holder:
+                what += f": {holder}"
+            kind = UserError if is_in_use else FolderTakenError
+            step = "wait for it or stop it, or choose another name"
+            raise kind(what, where=str(path.parent), next_step=step)
         time.sleep(0.5)
 
 
@@ -470,7 +481,8 @@ def read_header(path: Path) -> list[Slice]:
         shape = tuple(entry["shape"])
         start = 0
         num_elements = math.prod(shape)
-        if piece := SLICE.fullmatch(name):
+        piece = SLICE.fullmatch(name)
+        if piece is not None:
             name = piece["name"]
             start = int(piece["start"])
             shape = tuple(int(size) for size in piece["shape"].split("x") if size)
@@ -483,15 +495,14 @@ def read_header(path: Path) -> list[Slice]:
 
 def read_tensors(files: Iterable[Path], *, prefix: str = "") -> dict[str, torch.Tensor]:
     """Whole tensors on the CPU whose names start with `prefix`, which is removed."""
-    slices = [
-        each
-        for path in files
-        for each in read_header(path)
-        if each.name.startswith(prefix)
-    ]
+    slices = [piece for path in files for piece in read_header(path)]
+    names = dict.fromkeys(piece.name for piece in slices)
     with SavedTensors(slices) as saved:
-        names = dict.fromkeys(each.name for each in slices)
-        return {name.removeprefix(prefix): saved.whole(name) for name in names}
+        return {
+            name.removeprefix(prefix): saved.whole(name)
+            for name in names
+            if name.startswith(prefix)
+        }
 
 
 class SavedTensors:
@@ -503,29 +514,26 @@ class SavedTensors:
     def __init__(self, slices: Iterable[Slice]) -> None:
         """slices: of all files, in any order."""
         self._slices: dict[str, list[Slice]] = {}
-        for each in slices:
-            self._slices.setdefault(each.name, []).append(each)
+        for piece in slices:
+            self._slices.setdefault(piece.name, []).append(piece)
         self._open: dict[str, int] = {}
 
     def part(self, name: str, start: int, num_elements: int) -> torch.Tensor:
         """Elements from `start` of a flattened tensor, on the CPU. Raises OSError."""
         slices = self._slices[name]
-        stop = start + num_elements
         dtype = TORCH_DTYPES[slices[0].dtype]
-        found = torch.empty(num_elements * dtype.itemsize, dtype=torch.uint8)
+        values = torch.empty(num_elements, dtype=dtype)
         num_read = 0
-        for each in slices:
-            first = max(start, each.start)
-            last = min(stop, each.start + each.num_elements)
+        for piece in slices:
+            first = max(start, piece.start)
+            last = min(start + num_elements, piece.start + piece.num_elements)
             if first < last:
-                here = slice(
-                    (first - start) * dtype.itemsize, (last - start) * dtype.itemsize
-                )
-                offset = each.offset + (first - each.start) * dtype.itemsize
-                retried(partial(self._read, each.path, offset, into=found[here]))
+                into = values[first - start : last - start].view(torch.uint8)
+                offset = piece.offset + (first - piece.start) * dtype.itemsize
+                retried(partial(self._read, piece.path, offset, into=into))
                 num_read += last - first
         assert num_read == num_elements, f"slices of {name} overlap or do not cover it"
-        return found.view(dtype)
+        return values
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor. Raises OSError."""

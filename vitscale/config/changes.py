@@ -76,7 +76,8 @@ def changed_settings(
     before: Mapping[str, Any], now: Mapping[str, Any], *, purpose: Purpose
 ) -> Changes:
     """The settings that count and differ, by key. Empty: the same, for this purpose."""
-    old, new = with_effect(before, purpose), with_effect(now, purpose)
+    old = with_effect(before, purpose)
+    new = with_effect(now, purpose)
     return {
         key: (shown_setting(key, old.get(key)), shown_setting(key, new.get(key)))
         for key in sorted(old.keys() | new.keys())

@@ -99,8 +99,9 @@ def load_command(
         add_help=False,
     )
     parser.set_defaults(overrides=[], switches=[])
-    text = "a YAML file, or a name of `vitscale configs`"
-    parser.add_argument("--config", metavar="FILE", help=text)
+    parser.add_argument(
+        "--config", metavar="FILE", help="a YAML file, or a name of `vitscale configs`"
+    )
     for name, key in options.items():
         parser.add_argument(
             name,
@@ -191,7 +192,8 @@ def settings_reference(run_types: Mapping[str, type[Run]]) -> Reference:
     users: dict[tuple[str, Entry], tuple[dict[str, None], dict[str, None]]] = {}
     for stage, run_type in run_types.items():
         for setting in list(settings_of(run_type).values())[1:]:
-            key, node = setting.key, setting.node
+            key = setting.key
+            node = setting.node
             text = _text(node)
             if key == "stage":
                 text = f"{_text(tree_of(run_type))} {text}"

@@ -23,15 +23,18 @@ FIRST_RANK_S = 5.0
 # Errors of storage that often pass. The last ones are of a server that is out of reach; Lustre says
 # ESHUTDOWN to a client that it has evicted.
 PASSING = (
-    *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN),
-    *(errno.ENOSPC, errno.EDQUOT),
-    *(
-        errno.ENOTCONN,
-        errno.ESHUTDOWN,
-        errno.ECONNRESET,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-    ),
+    errno.EIO,
+    errno.EREMOTEIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EAGAIN,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
 )
 
 
@@ -83,12 +86,10 @@ class UserError(ValueError):
         allowed: str | None = None,
         next_step: str | None = None,
     ) -> None:
-        self.what, self.where, self.allowed, self.next_step = (
-            what,
-            where,
-            allowed,
-            next_step,
-        )
+        self.what = what
+        self.where = where
+        self.allowed = allowed
+        self.next_step = next_step
         super().__init__(self.text())
 
     def text(self) -> str:
@@ -133,7 +134,8 @@ class NodeError(RankError):
         self, what: str, *, rank: int | None = None, node: str | None = None
     ) -> None:
         super().__init__(what)
-        self.rank, self.node = rank, node
+        self.rank = rank
+        self.node = node
 
 
 class RankStorageError(RankError):
@@ -168,9 +170,9 @@ class UserErrors(UserError):
 def not_written(error: OSError, where: str) -> UserError:
     """The error for a path that cannot be written."""
     what = f"cannot be written ({error.strerror or error})"
-    step = "choose a writable folder"
+    step = "choose a writable folder with free space"
     kind = StorageError if error.errno in PASSING else UserError
-    return kind(what, where=where, next_step=f"{step} with free space")
+    return kind(what, where=where, next_step=step)
 
 
 def on_node(error: UserError, *, rank: int, node: str) -> NodeError:

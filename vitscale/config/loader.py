@@ -459,13 +459,13 @@ def read_site(*, errors: list[UserError]) -> Source:
             groups[key] = value
         # A group is null where all its keys are comments.
         elif key not in SITE_GROUPS or value is not None:
-            error = UserError(
+            refusal = UserError(
                 f"{key} as {kind_of(value)} cannot be set in a site file",
                 where=_where([key], site),
                 allowed=f"the groups {', '.join(SITE_GROUPS)}",
                 next_step="set it in the run's file",
             )
-            errors.append(error)
+            errors.append(refusal)
     return Source(groups, site.places)
 
 
@@ -523,16 +523,23 @@ def explain(
         kind = detail["type"]
         loc = detail["loc"]
         # The last parts may be pydantic's own words, and unknown keys.
-        place = tuple(part for part in loc if isinstance(part, str))
+        place = tuple(key for key in loc if isinstance(key, str))
         while place not in settings:
             place = place[:-1]
         node = settings[place].node
         allowed = describe(node)
         step = None
 
+        # Parts that are no keys, such as names of union members, are left out of the path.
+        path: KeyPath = ()
+        value = source.values
+        for part in map(str, loc):
+            inner = value_at(value, (part,), MISSING)
+            if inner is not MISSING:
+                path = (*path, part)
+                value = inner
+
         # A key that is missing has no value. A position that is missing is one of a list.
-        path = _path_of(loc, source.values)
-        value = value_at(source.values, path, MISSING)
         if kind == "missing" and isinstance(loc[-1], str):
             path = (*path, loc[-1])
         elif kind.startswith("union_tag") and isinstance(value, dict):
@@ -584,16 +591,6 @@ def _instead(path: KeyPath, node: Node, group: Node, run_type: type[Run]) -> str
     best = nearest(dotted, same_name or beside)
     best = best or next(iter(same_name), nearest(dotted, known))
     return f"did you mean {best}?" if best else "remove it"
-
-
-def _path_of(loc: Sequence[int | str], values: Any) -> KeyPath:
-    """Pydantic's location without the parts that are not keys (names of union members)."""
-    path: KeyPath = ()
-    for part in map(str, loc):
-        inner = value_at(values, (part,), MISSING)
-        if inner is not MISSING:
-            path, values = (*path, part), inner
-    return path
 
 
 def _where(path: Sequence[str], source: Source) -> str:

@@ -103,7 +103,8 @@ _SIZES = (
     "mem_gb",
 )
 # MLflow's limits of a parameter's name.
-_ODD_KEY_CHARS, _MAX_KEY_CHARS = r"[^\w\-. :/]", 250
+_ODD_KEY_CHARS = r"[^\w\-. :/]"
+_MAX_KEY_CHARS = 250
 
 
 def redact(text: str) -> str:

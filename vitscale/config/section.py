@@ -126,11 +126,9 @@ def choice_of(registry: Mapping[str, Any], *, default: str | None = None) -> Any
     """
 
     def name_of(value: Any) -> Any:
-        return (
-            value.get(NAME, default)
-            if isinstance(value, dict)
-            else getattr(value, NAME, None)
-        )
+        if isinstance(value, dict):
+            return value.get(NAME, default)
+        return getattr(value, NAME, None)
 
     members = tuple(
         Annotated[each.Settings, Tag(name)] for name, each in registry.items()
@@ -188,11 +186,9 @@ def default_name(node: Node) -> str | None:
 def chosen(node: Node, value: Any) -> Node | None:
     """The group that `value` names; None if there is none of that name."""
     groups = groups_of(node)
-    name = (
-        value.get(NAME)
-        if isinstance(value, dict) and NAME in value
-        else default_name(node)
-    )
+    name = default_name(node)
+    if isinstance(value, dict):
+        name = value.get(NAME, name)
     return groups.get("") or (groups.get(name) if isinstance(name, str) else None)
 
 
@@ -213,16 +209,15 @@ def settings_of(run_type: type[BaseModel]) -> dict[KeyPath, Setting]:
 
     def add(group: Node, place: KeyPath, prefix: str, name: str) -> None:
         for key, node in group["properties"].items():
-            inside, dotted = (*place, key), f"{prefix}{key}"
+            inside = (*place, key)
+            dotted = f"{prefix}{key}"
             found[inside] = Setting(dotted, name, node)
             dotted += ".N." if is_list(node) else "."
             for choice, inner in groups_of(node).items():
-                add(
-                    inner,
-                    (*inside, choice) if choice else inside,
-                    dotted,
-                    choice or name,
-                )
+                if choice:
+                    add(inner, (*inside, choice), dotted, choice)
+                else:
+                    add(inner, inside, dotted, name)
 
     add(tree_of(run_type), (), "", "")
     return found
@@ -254,8 +249,9 @@ def describe(node: Node | bool) -> str:
         return f"a group with the keys {', '.join(node['properties'])}"
     if node.get("type") == "object":
         return f"a group of keys, each with {describe(node.get('additionalProperties', True))}"
-    given = {word: str(node[limit]) for limit, word in LIMITS.items() if limit in node}
-    limits = [f"{word} {number.removesuffix('.0')}" for word, number in given.items()]
-    return " ".join(
-        [WORDS.get(str(node.get("type")), "anything"), " and ".join(limits)]
-    ).strip()
+    text = WORDS.get(str(node.get("type")), "anything")
+    limits = []
+    for limit, word in LIMITS.items():
+        if limit in node:
+            limits.append(f"{word} {str(node[limit]).removesuffix('.0')}")
+    return f"{text} {' and '.join(limits)}".strip()

@@ -31,13 +31,14 @@ def read_text(file: str, *, where: str) -> str:
     Raises UserError naming the first line that is not text, StorageError.
     """
     data = read_named(file, where=where)
-    problem, position = "", -1
+    text = ""
     try:
         text = data.decode("utf-8-sig")
-        problem, position = "has a NUL byte", data.find(b"\0")
+        problem = "has a NUL byte"
+        position = data.find(b"\0")
     except UnicodeDecodeError as error:
-        text = ""
-        problem, position = "is not UTF-8", error.start
+        problem = "is not UTF-8"
+        position = error.start
     if position >= 0:
         line = data.count(b"\n", 0, position) + 1
         if data.startswith(UTF_16_MARKS):

@@ -24,7 +24,8 @@ def files_below(root: Path | str, *, follow_links: bool = False) -> Iterator[str
     follow_links: to folders, too; one that was seen by another path is not seen again.
     Raises OSError. A list instead of recursion: folders may be nested deeper than calls.
     """
-    folders, seen = [os.fspath(root)], set[str]()
+    folders = [os.fspath(root)]
+    seen = set[str]()
     while folders:
         folder = folders.pop()
         if follow_links:

@@ -9,8 +9,8 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import FileIO
@@ -258,12 +258,16 @@ def read_manifest(folder: Location | str) -> Manifest:
     except OSError as error:
         if error.errno in PASSING:
             raise not_read(error, str(path), next_step=CHECK_STORAGE) from None
-        folder, what = Path(path).parent, "no such folder"
+        folder = Path(path).parent
+        what = "no such folder"
         if folder.is_dir():
             what = f"is not a shard folder: {MANIFEST_NAME} cannot be read ({error.strerror})"
-        step = "correct the path; vitscale prepare shards data/image_folder makes shards of images,"
-        step += " vitscale prepare index data/index_shards an index of tars"
-        raise UserError(what, where=str(folder), next_step=step) from None
+        raise UserError(
+            what,
+            where=str(folder),
+            next_step="correct the path; vitscale prepare shards data/image_folder makes shards of "
+            "images, vitscale prepare index data/index_shards an index of tars",
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -273,16 +277,15 @@ def read_manifest(folder: Location | str) -> Manifest:
             allowed=f"format version {FORMAT_VERSION}",
             next_step="install the vitscale version that wrote it, or make the shards again",
         ) from None
-    for name in (
-        shard.name for entry in manifest.splits.values() for shard in entry.shards
-    ):
-        if not stays_inside(name):
-            raise UserError(
-                f"names the tar {name!r}, which may lie outside its folder",
-                where=str(path),
-                allowed="relative names without '..'",
-                next_step="do not use this folder unless you trust who made it",
-            )
+    for entry in manifest.splits.values():
+        for shard in entry.shards:
+            if not stays_inside(shard.name):
+                raise UserError(
+                    f"names the tar {shard.name!r}, which may lie outside its folder",
+                    where=str(path),
+                    allowed="relative names without '..'",
+                    next_step="do not use this folder unless you trust who made it",
+                )
     return manifest
 
 
@@ -311,16 +314,21 @@ def read_split(
     folder = location_of(folder)
     manifest = read_manifest(folder)
     if split not in manifest.splits:
-        what, known = f"no split {split!r}", ", ".join(sorted(manifest.splits))
-        next_step = f"set {key}" if key else None
-        raise UserError(what, where=str(folder), allowed=known, next_step=next_step)
-    entry, root = manifest.splits[split], location_of_tars(folder, manifest)
+        raise UserError(
+            f"no split {split!r}",
+            where=str(folder),
+            allowed=", ".join(sorted(manifest.splits)),
+            next_step=f"set {key}" if key else None,
+        )
+    entry = manifest.splits[split]
+    shard_names = [shard.name for shard in entry.shards]
+
+    # The index is checked and fetched like the tars that it describes.
+    root = location_of_tars(folder, manifest)
     files = [(folder / INDEX_NAME, manifest.index_bytes, manifest.index_blake3)]
     files += [(root / shard.name, shard.bytes, shard.blake3) for shard in entry.shards]
     if check_files:
-        _check_sizes(
-            {place: size for place, size, _ in files}, split=split, where=str(folder)
-        )
+        _check_sizes(files, split=split, where=str(folder))
     settings = remote_settings or RemoteSettings()
     limit = int(settings.cache_gib * 2**30)
     index_path, *shards = (
@@ -331,39 +339,50 @@ def read_split(
     )
     if isinstance(index_path, RemoteFile):
         index_path = index_path.verified()
-    table = read_columns(
-        index_path, split, ["shard", "offset", "length", "label", "blake3"]
-    )
-    names = table.column("shard").combine_chunks()
-    numbers = {shard.name: number for number, shard in enumerate(entry.shards)}
-    found = [numbers.get(name, -1) for name in names.dictionary.to_pylist()]
-    shard_of = narrowed(np.array(found))[_numpy(names.indices)]
-    columns = ("offset", "length", "label")
-    offset, length, label = (
-        _numpy(table.column(name).combine_chunks()) for name in columns
-    )
+
+    names = ["shard", "offset", "length", "label", "blake3"]
+    path = index_path
+
+    def read() -> pa.Table:
+        with _SplitGroups(path, split) as groups:
+            return groups.read(names)
+
+    table = _read(path, read)
+    columns = {name: table.column(name).combine_chunks() for name in names}
+    offset, length, label = (_numpy(columns[name]) for name in names[1:4])
+    # Arrow stores each name once; a tar that the manifest does not name gets -1.
+    numbers = {name: number for number, name in enumerate(shard_names)}
+    stored_names = columns["shard"].dictionary.to_pylist()
+    number_of_name = np.array([numbers.get(name, -1) for name in stored_names])
+    shard_of = narrowed(number_of_name)[_numpy(columns["shard"].indices)]
+
+    # Training trusts these numbers, so they must agree with each other and with the manifest.
     shard_bytes = np.array([shard.bytes for shard in entry.shards])
     counts = np.bincount(shard_of[shard_of >= 0], minlength=len(shards))
-    low, high = (
-        (0, len(manifest.classes)) if manifest.classes else (NO_LABEL, NO_LABEL + 1)
-    )
+    least = 0 if manifest.classes else NO_LABEL
     agrees = (
         len(label) == entry.num_samples
         and tuple(counts) == entry.shard_lengths
         and np.all(np.diff(shard_of) >= 0)
-        and np.all((label >= low) & (label < high))
+        and np.all((label >= least) & (label < len(manifest.classes)))
         and np.all((offset >= 0) & (length > 0))
         and np.all(offset + length <= shard_bytes[shard_of])
     )
     if not agrees:
-        what = f"disagrees with {MANIFEST_NAME} (samples, tars, labels or offsets of {split!r})"
-        where = str(folder / INDEX_NAME)
-        raise UserError(what, where=where, next_step="make the shards again")
-    hashes = table.column("blake3").combine_chunks()
+        raise UserError(
+            f"disagrees with {MANIFEST_NAME} (samples, tars, labels or offsets of {split!r})",
+            where=str(folder / INDEX_NAME),
+            next_step="make the shards again",
+        )
+
+    # A hash is four words, of which the index keeps the first.
+    hashes = columns["blake3"]
     words = np.frombuffer(hashes.buffers()[1], "<u8")[4 * hashes.offset :]
     points: tuple[Path, ...] = ()
-    if isinstance(folder, Path) and _has_entry_points(folder):
-        points = tuple(entry_points_file(folder, shard.name) for shard in entry.shards)
+    if isinstance(folder, Path):
+        points_folder = folder / FOLDER_NAME
+        if _read(points_folder, points_folder.is_dir):
+            points = tuple(entry_points_file(folder, name) for name in shard_names)
     return SplitIndex(
         folder=folder,
         split=split,
@@ -388,32 +407,29 @@ def _numpy(numbers: pa.Array) -> np.ndarray:
     return np.from_dlpack(numbers)
 
 
-def _has_entry_points(folder: Path) -> bool:
-    place = folder / FOLDER_NAME
-    with _readable(place):
-        return retried_read(place.is_dir, name=place)
+def _check_sizes(
+    files: list[tuple[Location, int, str]], *, split: str, where: str
+) -> None:
+    """Raise UserError that names the local files that are missing or have another size.
 
-
-def _check_sizes(sizes: dict[Location, int], *, split: str, where: str) -> None:
-    """Raise UserError that names the local files that are missing or have another size."""
+    files: (path, bytes, hash).
+    """
     wrong = []
-    for path, num_bytes in sizes.items():
+    for path, num_bytes, _ in files:
+        if not isinstance(path, Path):
+            continue
         try:
-            if not isinstance(path, Path):
-                continue
-            found = retried_read(path.stat, name=path).st_size
-            if found != num_bytes:
-                wrong.append(
-                    f"{path}: {found} bytes, but the manifest says {num_bytes}"
-                )
+            size = retried_read(path.stat, name=path).st_size
+            if size != num_bytes:
+                wrong.append(f"{path}: {size} bytes, but the manifest says {num_bytes}")
         except OSError as error:
             if error.errno in PASSING:
                 raise not_read(error, str(path), next_step=CHECK_STORAGE) from None
             wrong.append(f"{path}: missing ({error.strerror})")
     if wrong:
         raise UserError(
-            f"{len(wrong)} of {len(sizes)} files of split {split!r} cannot be used, such as\n"
-            + "\n".join(f"    {each}" for each in wrong[:MAX_SHOWN]),
+            f"{len(wrong)} of {len(files)} files of split {split!r} cannot be used, such as\n"
+            + "\n".join(f"    {line}" for line in wrong[:MAX_SHOWN]),
             where=where,
             next_step="copy the folder again, or make the shards again",
         )
@@ -432,42 +448,31 @@ def label_map_sha256(classes: Sequence[str]) -> str:
 
 def location_of_tars(folder: Location, manifest: Manifest) -> Location:
     """Folder of the tars. Raises UserError if it cannot be read from this machine."""
-    named, where = manifest.shards_root, f"{folder / MANIFEST_NAME}: shards_root"
-    if is_url(named):
-        return location_of(named, where=where)
-    if isinstance(folder, Url) and Path(named).is_absolute():
-        what = (
-            f"is {named!r}, a path on one machine, but the manifest was read from a URL"
+    root = manifest.shards_root
+    where = f"{folder / MANIFEST_NAME}: shards_root"
+    if is_url(root):
+        return location_of(root, where=where)
+    if isinstance(folder, Url) and Path(root).is_absolute():
+        raise UserError(
+            f"is {root!r}, a path on one machine, but the manifest was read from a URL",
+            where=where,
+            next_step="set it to the URL of the tars",
         )
-        raise UserError(what, where=where, next_step="set it to the URL of the tars")
-    return folder / named
+    return folder / root
 
 
-def read_columns(path: Path, split: str, columns: list[str]) -> pa.Table:
-    """Some columns of a split, in stored order. Raises UserError if they cannot be read."""
-
-    def read() -> pa.Table:
-        with _SplitGroups(path, split) as groups:
-            return groups.read(columns)
-
-    with _readable(path):
-        return retried_read(read, name=path)
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turn the errors of reading an index into UserError; those that often pass, StorageError."""
+def _read(path: Path, read: Callable[[], Any]) -> Any:
+    """What `read` returns; its errors as UserError, and those that often pass as StorageError."""
     import pyarrow as pa
 
     try:
-        yield
+        return retried_read(read, name=path)
     except (OSError, pa.ArrowException) as error:
         if isinstance(error, OSError) and error.errno in PASSING:
             raise not_read(error, str(path), next_step=CHECK_STORAGE) from None
         what = f"cannot be read ({error})"
-        raise UserError(
-            what, where=str(path), next_step="make the shards again"
-        ) from None
+        step = "make the shards again"
+        raise UserError(what, where=str(path), next_step=step) from None
 
 
 # ---- keys ----------------------------------------------------------------------------------------
@@ -503,16 +508,15 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
                 chosen += pa.chunked_array(keys.filter(mask), wanted.type).chunks
         return np.concatenate(is_wanted), pa.chunked_array(chosen)
 
-    with _readable(index.index_path):
-        is_wanted, chosen = retried_read(search, name=index.index_path)
+    is_wanted, chosen = _read(index.index_path, search)
     rows = np.flatnonzero(is_wanted[stored])
     if not len(rows):
-        what = (
-            f"none of the {index.num_samples:,} samples has one of the keys of {path}"
-        )
         (example,) = sample_keys(index, [0])
-        allowed = f"keys of {index.split!r} of {index.folder}, such as {example!r}"
-        raise UserError(what, where="data.only_keys", allowed=allowed)
+        raise UserError(
+            f"none of the {index.num_samples:,} samples has one of the keys of {path}",
+            where="data.only_keys",
+            allowed=f"keys of {index.split!r} of {index.folder}, such as {example!r}",
+        )
     counts = chosen.value_counts()
     repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
     if len(repeated):
@@ -544,8 +548,7 @@ def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
     rows = np.asarray(samples, np.int64)
     rows = rows if index.stored is None else index.stored[rows]
     path = index.index_path
-    with _readable(path):
-        keys = retried_read(lambda: _keys_of_rows(index, rows), name=path)
+    keys: list[str] | None = _read(path, lambda: _keys_of_rows(index, rows))
     if keys is None:
         what = f"has fewer samples of {index.split!r} than before"
         raise UserError(what, where=str(path), next_step="make the shards again")
@@ -564,8 +567,7 @@ def _keys_of_rows(index: SplitIndex, rows: np.ndarray) -> list[str] | None:
             first = groups.ends[group - 1] if group else 0
             stored = groups.read(["key"], group, group + 1).column("key")
             keys[here] = stored.take(rows[here] - first).to_pylist()
-    found: list[str] = keys.tolist()
-    return found
+    return list(keys)
 
 
 class _SplitGroups:
@@ -586,10 +588,10 @@ class _SplitGroups:
             self._file.metadata.row_group(n) for n in range(self._file.num_row_groups)
         ]
         column = self._file.schema_arrow.get_field_index("split")
-        known = [column >= 0 and group.column(column).statistics for group in groups]
-        if not all(each and each.min == each.max for each in known):
+        splits = [column >= 0 and group.column(column).statistics for group in groups]
+        if not all(known and known.min == known.max for known in splits):
             raise pa.ArrowInvalid("its row groups do not say which split they have")
-        self._numbers = [n for n, each in enumerate(known) if each.min == split]
+        self._numbers = [n for n, known in enumerate(splits) if known.min == split]
         lengths = [groups[number].num_rows for number in self._numbers]
         self.ends = np.cumsum([0, *lengths])[1:]
         """int64: rows of the split up to the end of each of its row groups."""

@@ -61,7 +61,8 @@ PREFETCH = 2
 # A run ends with an error if for this long the next batch does not come, and no worker finishes an
 # image or fetches a part of a remote shard. Time on cores is no progress: endless loops spend it.
 # It is waited for in parts: if the machine is suspended, only one expires, however long the pause.
-TIMEOUT_S, NUM_WAITS = 300.0, 16
+TIMEOUT_S = 300.0
+NUM_WAITS = 16
 COUNTER_BYTES = 8
 # How long to wait for the exit code of a dead worker.
 EXIT_WAIT_S = 5.0
@@ -131,13 +132,12 @@ def training_batches(
         micro_batch=micro_batch,
     )
     augmentation = Augmentation(settings, image_size=image_size, seed=seed)
-    samples: Samples = (
-        StreamedSamples(
-            training_set, augmentation, start=start, place=(rank, world_size)
-        )
-        if settings.is_streamed
-        else TrainingSamples(training_set, augmentation)
-    )
+    samples: Samples
+    if settings.is_streamed:
+        place = (rank, world_size)
+        samples = StreamedSamples(training_set, augmentation, start=start, place=place)
+    else:
+        samples = TrainingSamples(training_set, augmentation)
     return open_batches(
         samples, positions, batch=micro_batch, settings=settings, pin_memory=pin_memory
     )
@@ -162,10 +162,10 @@ def evaluation_batches(
     chosen = np.arange(index.num_samples) if samples is None else samples
     stride = world_size * micro_batch
     num_batches = -(-len(chosen) // stride)
-    own = np.arange(num_batches * stride).reshape(num_batches, world_size, micro_batch)[
-        :, rank
-    ]
-    positions = chosen[np.minimum(own, len(chosen) - 1)]
+    shape = (num_batches, world_size, micro_batch)
+    places = np.arange(num_batches * stride).reshape(shape)[:, rank]
+    # Places beyond the end repeat the last sample, with weight 0.
+    positions = chosen[np.minimum(places, len(chosen) - 1)]
     reader = EvaluationSamples(index, settings=settings, image_size=image_size)
     with open_batches(
         reader,
@@ -174,8 +174,9 @@ def evaluation_batches(
         settings=settings,
         pin_memory=pin_memory,
     ) as batches:
-        for batch, numbers, places in zip(batches, positions, own, strict=True):
-            weights = torch.from_numpy((places < len(chosen)).astype(np.float32))
+        is_sample = places < len(chosen)
+        for batch, counts, numbers in zip(batches, is_sample, positions, strict=True):
+            weights = torch.from_numpy(counts.astype(np.float32))
             yield Batch(batch.images, batch.labels, weights, positions=numbers)
 
 
@@ -196,25 +197,25 @@ def open_batches(
     if settings.num_workers:
         with _filled_by_workers(
             samples, positions, batch, settings.num_workers
-        ) as filled:
-            yield (_copied(each, pinned=pin_memory) for each in filled)
+        ) as received:
+            yield (_copied(each, pinned=pin_memory) for each in received)
     else:
         samples.start(worker=0, num_workers=1)
         size = samples.image_size
         images = torch.empty(batch, 3, size, size, dtype=torch.uint8)
-        here = (
-            (images[: len(each)], *_fill(samples, each, images)) for each in positions
-        )
-        yield (_copied(each, pinned=pin_memory) for each in here)
+        filled = ((images[: len(p)], *_fill(samples, p, images)) for p in positions)
+        yield (_copied(each, pinned=pin_memory) for each in filled)
 
 
 def _copied(filled: Filled, *, pinned: bool) -> Batch:
     """Copy a batch out of its slot. From pinned memory copies to the GPU are asynchronous; torch
     rounds it up to a power of two, thrice on a rank: 39 to 67 MB for 256 images of 224 px."""
     slot, numbers, unreadable = filled
-    labels, weights = torch.tensor(numbers), torch.ones(len(numbers))
+    labels = torch.tensor(numbers)
+    weights = torch.ones(len(numbers))
     if pinned:
-        labels, weights = labels.pin_memory(), weights.pin_memory()
+        labels = labels.pin_memory()
+        weights = weights.pin_memory()
         images = slot.pin_memory()
     else:
         # By numpy: torch's threads would wait for cores that decode; its memory has small pages.
@@ -230,7 +231,8 @@ def _fill(
 ) -> Labels:
     """Write the images at some positions. Raises RankError for any UserError, and RankStorageError
     for StorageError: the other ranks do not know about it. advance: to call after each image."""
-    labels, unreadable = [], []
+    labels = []
+    unreadable = []
     try:
         samples.prefetch(positions)
         for row, position in zip(images, positions, strict=False):
@@ -297,7 +299,9 @@ def _filled_by_workers(
     layout = _Memory(num_workers, shape)
     # No file: the size of /dev/shm is no limit.
     memory = os.memfd_create("batches", os.MFD_CLOEXEC)
-    workers, assigned, to_do = list[_Worker](), deque[int](), enumerate(positions)
+    workers: list[_Worker] = []
+    assigned: deque[int] = deque()
+    to_do = enumerate(positions)
 
     def assign() -> None:
         """Send the next batch, if there is one, to its worker."""
@@ -350,7 +354,9 @@ def _started(memory: int, samples: Samples, layout: _Memory, number: int) -> _Wo
 def _reply(worker: _Worker, progress: np.ndarray) -> Labels:
     """Raises WorkerError if the worker dies, or gives no batch while none makes progress, and its
     errors."""
-    process, num_waits, before = worker.process, 0, int(progress.sum())
+    process = worker.process
+    num_waits = 0
+    before = int(progress.sum())
     while num_waits < NUM_WAITS:
         if worker.connection.poll(TIMEOUT_S / NUM_WAITS):
             try:
@@ -436,14 +442,12 @@ def mix_batch(
         "the training plan must refuse this"
     )
     if settings.mode == "batch":
-        blends = [draw_blend(settings, stream_key("mix", seed, step), image_size=side)]
+        keys = [stream_key("mix", seed, step)]
     else:
         first = first_position // 2
-        keys = [
-            stream_key("mix pair", seed, pair)
-            for pair in range(first, first + num // 2)
-        ]
-        blends = [draw_blend(settings, key, image_size=side) for key in keys]
+        pairs = range(first, first + num // 2)
+        keys = [stream_key("mix pair", seed, pair) for pair in pairs]
+    blends = [draw_blend(settings, key, image_size=side) for key in keys]
     shares = [blend.share for blend in blends] * (num // 2 // len(blends))
     return replace(
         batch,
@@ -456,7 +460,8 @@ def mix_batch(
 def draw_blend(settings: MixingSettings, key: int, *, image_size: int) -> Blend:
     """Mixup or CutMix, and how much: a function of `key`."""
     random = CounterRandom(key)
-    mixup, cutmix = settings.mixup_alpha, settings.cutmix_alpha
+    mixup = settings.mixup_alpha
+    cutmix = settings.cutmix_alpha
     switched = random.uniform() < 0.5
     if mixup is not None and (cutmix is None or not switched):
         share = symmetric_beta(mixup, random)
@@ -478,7 +483,8 @@ def cutmix_box(share: float, random: CounterRandom, *, image_size: int) -> Blend
         middle = int(random.uniform() * image_size)
         return max(middle - side // 2, 0), min(middle + (side + 1) // 2, image_size)
 
-    (top, bottom), (left, right) = span(), span()
+    top, bottom = span()
+    left, right = span()
     area = (bottom - top) * (right - left)
     return Blend(1 - area / image_size**2, (top, left, bottom, right))
 
@@ -499,9 +505,8 @@ def mix_images(images_B3SS: torch.Tensor, blends: list[Blend]) -> torch.Tensor:
         # Made on the device: copying a mask per pair would be slow.
         boxes_P4 = on_device([blend.box or (0, 0, 0, 0) for blend in blends], device)
         top, left, bottom, right = boxes_P4[:, :, None].unbind(1)
-        row_R, column_C = (
-            torch.arange(side, device=device) for side in (rows, columns)
-        )
+        row_R = torch.arange(rows, device=device)
+        column_C = torch.arange(columns, device=device)
         rows_PR = (row_R >= top) & (row_R < bottom)
         columns_PC = (column_C >= left) & (column_C < right)
         cut_PSS = rows_PR[:, :, None] & columns_PC[:, None, :]

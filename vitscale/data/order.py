@@ -10,9 +10,9 @@ is computed, and seeking to any position costs the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,6 @@ MIXTURE_BLOCK = 1 << 14
 VIEW_BLOCK = 64
 MILLION = 1_000_000
 REMEMBERED = 3
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,6 +36,11 @@ class SampleOrder:
     shard_lengths: tuple[int, ...]
     fingerprint: str
     seed: int
+    # Caches per order: a mixture of many sets would thrash a shared one.
+    _recent_epochs: dict[int, tuple[np.ndarray, np.ndarray]] = field(
+        default_factory=dict
+    )
+    _recent_blocks: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     @cached_property
     def first_samples(self) -> np.ndarray:
@@ -68,41 +71,29 @@ class SampleOrder:
 
     def _blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Permuted shard numbers, and the offset of each block in the epoch."""
-        found = self._recent_epochs.get(epoch)
-        if found is None:
+        if epoch not in self._recent_epochs:
             key = stream_key("shards", self.fingerprint, self.seed, epoch)
             shards = permutation(len(self.shard_lengths), key=key)
             ends = np.cumsum(np.diff(self.first_samples)[shards])
-            found = shards, np.concatenate([[0], ends])[:-1][::BLOCK_SHARDS]
-            _remember(self._recent_epochs, epoch, found)
-        return found
+            starts = np.concatenate([[0], ends])[:-1][::BLOCK_SHARDS]
+            _remember(self._recent_epochs, epoch, (shards, starts))
+        return self._recent_epochs[epoch]
 
     def _block_samples(self, epoch: int, block: int) -> np.ndarray:
         """Samples of one block, in order."""
-        found = self._recent_blocks.get((epoch, block))
-        if found is None:
+        if (epoch, block) not in self._recent_blocks:
             shards, _ = self._blocks(epoch)
             first = self.first_samples
             chosen = shards[block * BLOCK_SHARDS : (block + 1) * BLOCK_SHARDS]
-            samples = np.concatenate(
-                [np.arange(first[i], first[i + 1]) for i in chosen]
-            )
+            spans = [np.arange(first[shard], first[shard + 1]) for shard in chosen]
+            samples = np.concatenate(spans)
             key = stream_key("samples", self.fingerprint, self.seed, epoch, block)
-            found = samples[permutation(len(samples), key=key)]
-            _remember(self._recent_blocks, (epoch, block), found)
-        return found
-
-    # Caches per order: a mixture of many sets would thrash a shared one.
-    @cached_property
-    def _recent_epochs(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        return {}
-
-    @cached_property
-    def _recent_blocks(self) -> dict[tuple[int, int], np.ndarray]:
-        return {}
+            permuted = samples[permutation(len(samples), key=key)]
+            _remember(self._recent_blocks, (epoch, block), permuted)
+        return self._recent_blocks[epoch, block]
 
 
-def _remember(recent: dict[K, V], key: K, value: V) -> None:
+def _remember(recent: dict[Any, Any], key: Any, value: Any) -> None:
     """Evicts the oldest. Views and `shards_ahead` alternate between two entries."""
     if len(recent) == REMEMBERED:
         del recent[next(iter(recent))]
@@ -122,10 +113,8 @@ def check_mixed(
         return
     block = np.random.default_rng(0).permutation(len(shard_lengths)) // BLOCK_SHARDS
     shares = np.bincount(labels[labels >= 0]) / len(labels)
-    found = (
-        len(np.unique(np.repeat(block, shard_lengths) * len(shares) + labels))
-        / num_blocks
-    )
+    classes = np.unique(np.repeat(block, shard_lengths) * len(shares) + labels)
+    found = len(classes) / num_blocks
     shuffled = float((1 - (1 - shares) ** (len(labels) / num_blocks)).sum())
     if found < shuffled / 10:
         raise UserError(
@@ -169,17 +158,15 @@ class TrainingOrder:
         """The sample at a position counted from the start of training. O(block)."""
         block, inside = divmod(position, self.views * VIEW_BLOCK)
         view, slot = divmod(inside, VIEW_BLOCK)
-        part, part_position = self._part_position(block * VIEW_BLOCK + slot)
+        part = 0
+        part_position = block * VIEW_BLOCK + slot
+        if len(self.parts) > 1:
+            block, slot = divmod(part_position, MIXTURE_BLOCK)
+            parts, positions = _mixture_block(self, block)
+            part = int(parts[slot])
+            part_position = int(positions[slot])
         epoch, sample = self.parts[part].at(part_position)
         return Draw(part, epoch, sample, view)
-
-    def _part_position(self, slot: int) -> tuple[int, int]:
-        """(set, position in the set's own order)."""
-        if len(self.parts) == 1:
-            return 0, slot
-        block, inside = divmod(slot, MIXTURE_BLOCK)
-        parts, positions = _mixture_block(self, block)
-        return int(parts[inside]), int(positions[inside])
 
 
 # `eq=False` makes this cache compare by identity: comparing orders would be slow.
@@ -194,7 +181,8 @@ def _mixture_block(order: TrainingOrder, block: int) -> tuple[np.ndarray, np.nda
         ]
         return np.diff(np.array([0, *ends], dtype=np.int64))
 
-    starts, ends = counts(block * MIXTURE_BLOCK), counts((block + 1) * MIXTURE_BLOCK)
+    starts = counts(block * MIXTURE_BLOCK)
+    ends = counts((block + 1) * MIXTURE_BLOCK)
     parts = np.repeat(np.arange(len(order.parts)), ends - starts)
     positions = np.concatenate(
         [np.arange(*span) for span in zip(starts, ends, strict=True)]

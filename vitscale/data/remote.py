@@ -37,8 +37,10 @@ from vitscale.config.redaction import redact
 from vitscale.distributed.atomic_files import blake3_of_file, retried_read
 
 # Time limit of one read, retries included, after which the run ends; of one request.
-PATIENCE_S, REQUEST_S = 120.0, 30.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+PATIENCE_S = 120.0
+REQUEST_S = 30.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
 CHUNK_BYTES = 8 << 20
 SCHEMES = ("http", "https", "s3", "gs")
 _PLAIN = re.compile(
@@ -148,7 +150,9 @@ def _retried(url: Url, read: Callable[[Any], T]) -> T:
     A refusal, a missing file or missing credentials are an error at once.
     """
     storage = _filesystem(url.scheme)  # not counted: the first imports a lot
-    start, pause_s, tries = time.monotonic(), FIRST_PAUSE_S, 0
+    start = time.monotonic()
+    pause_s = FIRST_PAUSE_S
+    tries = 0
     while True:
         tries += 1
         try:
@@ -156,16 +160,13 @@ def _retried(url: Url, read: Callable[[Any], T]) -> T:
         except Exception as error:  # every backend has its own kinds
             # FileNotFoundError is fsspec's for any HTTP failure.
             cause = (isinstance(error, FileNotFoundError) and error.__cause__) or error
-            status, name = getattr(cause, "status", None), type(cause).__name__
-            is_missing = isinstance(error, FileNotFoundError) and status in (
-                None,
-                404,
-                410,
-            )
+            status = getattr(cause, "status", None)
+            name = type(cause).__name__
+            is_missing = isinstance(error, FileNotFoundError)
+            is_missing &= status in (None, 404, 410)
+            # The names are botocore's.
             is_refused = isinstance(error, PermissionError) or status in (401, 403)
-            is_refused |= (
-                "Credentials" in name or name == "ProfileNotFound"
-            )  # botocore's
+            is_refused |= "Credentials" in name or name == "ProfileNotFound"
             spent_s = time.monotonic() - start
             text = redact(f"{name}: {cause}")
             if is_missing or is_refused or spent_s + pause_s > PATIENCE_S:
@@ -200,11 +201,8 @@ def _filesystem(scheme: str) -> Any:
         ) from None
     # Ranges of a compressed transfer would count other bytes. Proxies and ~/.netrc are used.
     options = fsspec.config.conf.get(scheme, {})
-    client = (
-        {"trust_env": True}
-        | options.get("client_kwargs", {})
-        | {"auto_decompress": False}
-    )
+    client = {"trust_env": True} | options.get("client_kwargs", {})
+    client["auto_decompress"] = False
     headers = {"Accept-Encoding": "identity"} | options.get("headers", {})
     return fsspec.filesystem(scheme, client_kwargs=client, headers=headers)
 
@@ -315,7 +313,8 @@ class RemoteFile:
                 )
                 failure = None
             except OSError as error:  # a bad block, or evicted just now
-                data, failure = b"", error
+                data = b""
+                failure = error
             if prefix_of_hash(data) == hash_prefix:
                 return data
             with suppress(OSError):
@@ -359,10 +358,8 @@ class RemoteFile:
                         files.append((path.stat().st_mtime, path.stat().st_size, path))
             excess = self.num_bytes + sum(size for _, size, _ in files) - self.max_bytes
             for last_use, size, path in sorted(files):
-                is_idle = time.time() - last_use >= (
-                    ABANDONED_S if path.suffix else idle_s
-                )
-                if excess > 0 and is_idle:
+                limit_s = ABANDONED_S if path.suffix else idle_s
+                if excess > 0 and time.time() - last_use >= limit_s:
                     path.unlink(missing_ok=True)
                     excess -= size
             if excess > 0:

@@ -93,7 +93,9 @@ class Augmentation:
     """Crop, flip and augment images of training."""
 
     def __init__(self, settings: DataSettings, *, image_size: int, seed: int) -> None:
-        self.settings, self.image_size, self.seed = settings, image_size, seed
+        self.settings = settings
+        self.image_size = image_size
+        self.seed = seed
         self.decoder = crops.DECODERS[crops.resolve_decoder(settings.decoder)]()
         self.augments = settings.augment != AugmentSettings()
 
@@ -112,8 +114,12 @@ class Augmentation:
         elif settings.crop == "squash":
             box = crops.squash_crop_box(*size, share=settings.crop_share, random=random)
         else:
-            area, aspect = settings.crop_area, settings.crop_aspect
-            box = CROPS[settings.crop](*size, area=area, aspect=aspect, random=random)
+            box = CROPS[settings.crop](
+                *size,
+                area=settings.crop_area,
+                aspect=settings.crop_aspect,
+                random=random,
+            )
         flip = settings.horizontal_flip and random.uniform() < 0.5
         request = crops.CropRequest(
             box=box,
@@ -131,8 +137,9 @@ class Augmentation:
             random = CounterRandom(
                 augmentation_key(self.seed, draw, purpose="augment2")
             )
-            mean, std = settings.mean, settings.std
-            out.copy_(augment(out, settings.augment, random, mean=mean, std=std))
+            out.copy_(
+                augment(out, settings.augment, random, settings.mean, settings.std)
+            )
 
 
 class TrainingSamples(Samples):
@@ -140,8 +147,10 @@ class TrainingSamples(Samples):
 
     def __init__(self, training_set: TrainingSet, augmentation: Augmentation) -> None:
         assert training_set.order is not None
-        self.parts, self.order = training_set.parts, training_set.order
-        self.augmentation, self.image_size = augmentation, augmentation.image_size
+        self.parts = training_set.parts
+        self.order = training_set.order
+        self.augmentation = augmentation
+        self.image_size = augmentation.image_size
 
     def prefetch(self, positions: Sequence[int]) -> None:
         """Fetch remote shards of this block of the order and the next in the background."""
@@ -158,15 +167,20 @@ class TrainingSamples(Samples):
         prefetch(ahead)
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        """Write an image, or one that substitutes it.
+        """Write an image, or another one of the same set that substitutes it.
 
         Raises UserError if no substitute can be read either, or if the storage cannot be accessed:
         outages are transient, and substituting would make runs non-deterministic.
         """
         draw = self.order.at(position)
-        index, unreadable = self.parts[draw.part], list[Unreadable]()
+        index = self.parts[draw.part]
+        unreadable: list[Unreadable] = []
         for attempt in range(MAX_SUBSTITUTES + 1):
-            sample = self._substitute(draw, attempt) if attempt else draw.sample
+            sample = draw.sample
+            if attempt:
+                # The same one on every layout and after every resume.
+                key = ("substitute", self.augmentation.seed, *draw[:3], attempt)
+                sample = stream_key(*key) % index.num_samples
             try:
                 data = index.read(sample, verify=position % VERIFY_EVERY == 0)
                 entry_points = index.entry_points_of(sample)
@@ -185,18 +199,6 @@ class TrainingSamples(Samples):
             next_step="check the storage; vitscale prepare verify names every damaged shard",
         )
 
-    def _substitute(self, draw: Draw, attempt: int) -> int:
-        """Another sample of the same set; the same one on every layout and after every resume."""
-        key = stream_key(
-            "substitute",
-            self.augmentation.seed,
-            draw.part,
-            draw.epoch,
-            draw.sample,
-            attempt,
-        )
-        return key % self.parts[draw.part].num_samples
-
 
 class StreamedSamples(Samples):
     """Augmented training samples of one rank, from tars without an index, in no certain order."""
@@ -210,18 +212,23 @@ class StreamedSamples(Samples):
         place: tuple[int, int],
     ) -> None:
         """start: position of training where the streams begin. place: rank and world size."""
-        self.augmentation, self.image_size = augmentation, augmentation.image_size
-        self.num_samples, self.place = training_set.num_samples, place
-        how = {
-            "num_classes": len(training_set.classes),
-            "seed": augmentation.seed,
-            "start": start,
-        }
-        self.stream = partial(tar_samples, training_set.tars, **how)
+        self.augmentation = augmentation
+        self.image_size = augmentation.image_size
+        self.num_samples = training_set.num_samples
+        self.place = place
+        self.stream = partial(
+            tar_samples,
+            training_set.tars,
+            num_classes=len(training_set.classes),
+            seed=augmentation.seed,
+            start=start,
+        )
 
     def start(self, *, worker: int, num_workers: int) -> None:
-        process, num = self.place[0] * num_workers + worker, self.place[1] * num_workers
-        self.samples = self.stream(process=process, num_processes=num)
+        rank, world_size = self.place
+        self.samples = self.stream(
+            process=rank * num_workers + worker, num_processes=world_size * num_workers
+        )
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write the next image of this process; its position keys the augmentation.
@@ -253,7 +260,8 @@ class EvaluationResize:
     """Make the model's input of an image as stored: the resize and crop of evaluations."""
 
     def __init__(self, settings: DataSettings, *, image_size: int) -> None:
-        self.settings, self.image_size = settings, image_size
+        self.settings = settings
+        self.image_size = image_size
         self.decoder = crops.DECODERS[crops.resolve_decoder(settings.decoder)]()
 
     def __call__(
@@ -263,15 +271,27 @@ class EvaluationResize:
 
         pixels_HW3: uint8, of an image that is decoded already.
         """
-        settings, side = self.settings, self.image_size
+        settings = self.settings
+        side = self.image_size
         if settings.eval_interpolation == "area":
-            self._average(
-                self.decoder.whole(data) if pixels_HW3 is None else pixels_HW3, out
-            )
+            if pixels_HW3 is None:
+                pixels_HW3 = self.decoder.whole(data)
+            larger = round(side / settings.eval_crop_fraction)
+            if settings.eval_resize == "squash":
+                resized = (side, side)
+            elif settings.eval_resize.startswith("squash_crop"):
+                resized = (larger, larger)
+            else:
+                height, width, _ = pixels_HW3.shape
+                factor = larger / min(height, width)
+                resized = (round(height * factor), round(width * factor))
+            out.copy_(crops.area_resized(pixels_HW3, resized=resized, size=side))
             return
-        width, height = (
-            self.decoder.size(data) if pixels_HW3 is None else pixels_HW3.shape[1::-1]
-        )
+
+        if pixels_HW3 is None:
+            width, height = self.decoder.size(data)
+        else:
+            height, width, _ = pixels_HW3.shape
         plan = crops.EVALUATION_CROPS[settings.eval_resize]
         box, resized, (top, left) = plan(
             width, height, size=side, fraction=settings.eval_crop_fraction
@@ -289,16 +309,6 @@ class EvaluationResize:
             image = crops.crop_and_resize(pixels_HW3, request)
         out.copy_(image[:, top : top + side, left : left + side])
 
-    def _average(self, pixels_HW3: torch.Tensor, out: torch.Tensor) -> None:
-        side, (height, width, _) = self.image_size, pixels_HW3.shape
-        resize, resized = self.settings.eval_resize, (side, side)
-        if resize != "squash":
-            larger = round(side / self.settings.eval_crop_fraction)
-            factor = larger / min(height, width)
-            resized = round(height * factor), round(width * factor)
-            resized = (larger, larger) if resize.startswith("squash_crop") else resized
-        out.copy_(crops.area_resized(pixels_HW3, resized=resized, size=side))
-
 
 class EvaluationSamples(Samples):
     """Evaluation samples, by stored position; resized deterministically."""
@@ -312,7 +322,9 @@ class EvaluationSamples(Samples):
         strict: bool = True,
     ) -> None:
         """strict: an unreadable sample is an error; else its image is black, and it is returned."""
-        self.index, self.image_size, self.strict = index, image_size, strict
+        self.index = index
+        self.image_size = image_size
+        self.strict = strict
         self.resize = EvaluationResize(settings, image_size=image_size)
 
     def prefetch(self, samples: Sequence[int]) -> None:
@@ -330,11 +342,9 @@ class EvaluationSamples(Samples):
         except (OSError, ValueError) as error:
             unreadable.append(unreadable_sample(self.index, sample, error))
             if self.strict:
-                advice = (
-                    "make the shards again: they have changed since data preparation"
-                )
+                step = "make the shards again: they have changed since data preparation"
                 raise unreadable_error(
-                    self.index, unreadable[0], next_step=advice
+                    self.index, unreadable[0], next_step=step
                 ) from None
             out.zero_()
         return int(self.index.label[sample]), unreadable

@@ -16,7 +16,12 @@ from vitscale.images.settings import AugmentSettings
 
 # Of tars without an index these choose nothing; data_prep/index_shards.py makes one.
 NEEDS_INDEX = (
-    *("first_percent", "only_classes", "only_keys", "mixture", "dev_percent", "views"),
+    "first_percent",
+    "only_classes",
+    "only_keys",
+    "mixture",
+    "dev_percent",
+    "views",
     "planned_num_samples",
 )
 
@@ -160,9 +165,9 @@ class DataSettings(Section):
             return num
         share = f"{self.dev_percent:g} % of {num_samples:,} training samples"
         what = f"{share} is {num:,}, which leaves none to {'train on' if num else 'evaluate'}"
-        allowed = (
-            f"a share of 1 to {num_samples - 1:,} samples" if num_samples > 1 else None
-        )
+        allowed = None
+        if num_samples > 1:
+            allowed = f"a share of 1 to {num_samples - 1:,} samples"
         raise UserError(what, where="data.dev_percent", allowed=allowed)
 
     @property
@@ -187,7 +192,7 @@ def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
         try:
             is_remote = isinstance(location_of(path), Url)
         except UserError as error:
-            yield (f"data.{key}", error.what)
+            yield f"data.{key}", error.what
             continue
         if is_remote and data.is_streamed:
             yield (
@@ -196,7 +201,7 @@ def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
             )
         elif is_remote and data.remote.cache_path is None:
             what = f"missing; {path} is fetched to a folder on a local disk"
-            yield ("data.remote.cache_path", what)
+            yield "data.remote.cache_path", what
     if not data.is_streamed:
         yield from _unused(data, "webdataset", by="data.reader=index")
     else:
@@ -223,7 +228,6 @@ def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
         yield from _unused(data, "eval_antialias", by="data.eval_interpolation=area")
     mixing = data.mixing
     policy = data.augment.randaugment
-    key = "data.augment.randaugment"
     if (
         mixing is not None
         and mixing.mixup_alpha is None
@@ -241,9 +245,10 @@ def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
     if policy is not None and policy.policy == "augreg":
         names = ("magnitude_std", "fill", "interpolation")
         keys = [f"augment.randaugment.{name}" for name in names]
-        yield from _unused(data, *keys, by=f"{key}.policy=augreg")
+        yield from _unused(data, *keys, by="data.augment.randaugment.policy=augreg")
     elif policy is not None and policy.magnitude > 10:
-        yield (f"{key}.magnitude", f"{policy.magnitude}: policy timm allows at most 10")
+        what = f"{policy.magnitude}: policy timm allows at most 10"
+        yield "data.augment.randaugment.magnitude", what
 
 
 def _unused(data: DataSettings, *keys: str, by: str) -> Iterator[tuple[str, str]]:

@@ -51,11 +51,8 @@ def splits_of_folders(root: Path) -> dict[str, str]:
     are_splits = are_splits or (are_all and any(map(OF_PARTS.fullmatch, names)))
     if "train" in splits and nested.intersection(keywords):
         others = (name for name in names if name not in like_splits)
-        are_splits = (
-            are_splits
-            or len(splits) > 1
-            or not any(folders_in(root / o) for o in others)
-        )
+        are_splits = are_splits or len(splits) > 1
+        are_splits = are_splits or not any(folders_in(root / name) for name in others)
     if names and are_splits:
         raise ambiguous_splits(sorted(like_splits) + sorted(set(names) - like_splits))
     return {}

@@ -134,7 +134,9 @@ class _Headers:
     """The part of a file that tarfile may read: from `start` to `end`, little at a time."""
 
     def __init__(self, file: BinaryIO, start: int, end: int) -> None:
-        self._file, self._position, self._end = file, start, end
+        self._file = file
+        self._position = start
+        self._end = end
 
     def tell(self) -> int:
         return self._position

@@ -16,16 +16,18 @@ from pathlib import Path
 
 import blake3
 
-BLOCK = tarfile.BLOCKSIZE
+from vitscale.data.tar_members import BLOCK, END_MARK
+
 MAX_MEMBER_BYTES = 8**11
-END_MARK = bytes(2 * BLOCK)
 # Two headers, one block for the label, half a block of padding on average.
 SAMPLE_OVERHEAD = 3 * BLOCK + BLOCK // 2
 # A header has a name of 100 bytes, owner and mode, 12 bytes for the size, the time, 8 bytes for the
 # sum of its bytes, in which these count as spaces, and more.
 TEMPLATE = tarfile.TarInfo("").tobuf(tarfile.USTAR_FORMAT)
 NAME_BYTES = 100
-OWNER, TIME, MORE = TEMPLATE[NAME_BYTES:124], TEMPLATE[136:148], TEMPLATE[156:]
+OWNER = TEMPLATE[NAME_BYTES:124]
+TIME = TEMPLATE[136:148]
+MORE = TEMPLATE[156:]
 SUM_OF_MORE = sum(MORE) + sum(b" " * 8)
 
 

@@ -69,28 +69,35 @@ def open_training_set(
         remote_settings=settings.remote,
         check_files=check_files,
     )
-    first, dev = _selected(read(settings.path), settings), None
-    if num_dev := settings.num_dev(first.num_samples):
+    first = _selected(read(settings.path), settings)
+    dev = None
+    num_dev = settings.num_dev(first.num_samples)
+    if num_dev:
         # The tail is held out, as the ViT paper's code cuts it.
-        name = (
-            f"last {num_dev}"
-            if first.is_shuffled
-            else f"{num_dev} drawn for evaluation"
-        )
+        name = f"{num_dev} drawn for evaluation"
+        if first.is_shuffled:
+            name = f"last {num_dev}"
         rows = _in_random_order(first)
         dev = first.subset(np.sort(rows[-num_dev:]), name=name)
         first = first.subset(np.sort(rows[:-num_dev]), name=f"without the {name}")
     parts = (first, *(read(mixed_in.path) for mixed_in in settings.mixture))
     for number, part in enumerate(parts[1:]):
-        where, num = f"data.mixture[{number}].path", len(part.classes)
+        where = f"data.mixture[{number}].path"
         if part.label_map_sha256 != first.label_map_sha256:
-            what = f"its {num} classes differ from the {len(first.classes)} of {settings.path}"
             raise UserError(
-                what, where=where, next_step="prepare both with the same labels.space"
+                f"its {len(part.classes)} classes differ from the {len(first.classes)} of "
+                f"{settings.path}",
+                where=where,
+                next_step="prepare both with the same labels.space",
             )
-        if dev is not None and (num := _num_shared(dev, part)):
-            what = f"training would read {num:,} of the images that data.dev_percent holds out"
-            raise UserError(what, where=where, next_step="mix in other images, or none")
+        num_held_out = 0 if dev is None else _num_shared(dev, part)
+        if num_held_out:
+            raise UserError(
+                f"training would read {num_held_out:,} of the images that data.dev_percent holds "
+                "out",
+                where=where,
+                next_step="mix in other images, or none",
+            )
     _check_cache(parts, settings.remote)
     shares = [round(mixed_in.share * MILLION) for mixed_in in settings.mixture]
     orders = (
@@ -125,7 +132,8 @@ def _streamed_set(settings: DataSettings) -> TrainingSet:
     tars = tars_of_split(
         Path(settings.path), settings.train_split, where="data.train_split"
     )
-    num_samples, classes = settings.webdataset.num_samples or 0, class_names(settings)
+    num_samples = settings.webdataset.num_samples or 0
+    classes = class_names(settings)
     return TrainingSet(
         num_samples=num_samples,
         classes=classes,
@@ -212,10 +220,10 @@ def _of_classes(index: SplitIndex, names: Sequence[str]) -> SplitIndex:
     labels = [index.classes.index(name) for name in names]
     rows = np.flatnonzero(np.isin(index.label, labels))
     if not len(rows):
-        what = f"none of the {index.num_samples} samples of {index.split!r} "
-        what += "has one of these classes"
         raise UserError(
-            what, where="data.only_classes", next_step="choose other classes"
+            f"none of the {index.num_samples} samples of {index.split!r} has one of these classes",
+            where="data.only_classes",
+            next_step="choose other classes",
         )
     return index.subset(rows, name=f"labels {sorted(set(labels))}")
 
@@ -234,6 +242,8 @@ def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -
         sizes = [each.num_bytes for each in part.shards if isinstance(each, RemoteFile)]
         needed += sum(sorted(sizes)[-BLOCK_SHARDS:])
     if needed > remote_settings.cache_gib * 2**30:
-        what = f"less than the {BLOCK_SHARDS} largest shards of each set, which are read at once"
-        allowed = f"{needed / 2**30:.3g} GiB or more; twice as much allows prefetching"
-        raise UserError(what, where="data.remote.cache_gib", allowed=allowed)
+        raise UserError(
+            f"less than the {BLOCK_SHARDS} largest shards of each set, which are read at once",
+            where="data.remote.cache_gib",
+            allowed=f"{needed / 2**30:.3g} GiB or more; twice as much allows prefetching",
+        )

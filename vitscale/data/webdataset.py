@@ -132,23 +132,18 @@ def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
     try:
         with io.BufferedReader(_StoredTar(tar), READ_BYTES) as file:
             for sample in group_by_keys(_wanted_members(cast(BinaryIO, file), tar)):
-                key, label = sample["__key__"], NO_LABEL
-                images = [
-                    sample[suffix] for suffix in IMAGE_SUFFIXES if suffix in sample
-                ]
+                key = sample["__key__"]
+                label = NO_LABEL
+                images = [sample[name] for name in IMAGE_SUFFIXES if name in sample]
                 if num_classes:
-                    text = (
-                        sample.get(LABEL_SUFFIX, b"")[:MAX_LABEL_BYTES]
-                        .decode("latin1")
-                        .strip()
-                    )
-                    label = int(text) if text.isdecimal() else NO_LABEL
+                    stored = sample.get(LABEL_SUFFIX, b"")[:MAX_LABEL_BYTES]
+                    text = stored.decode("latin1").strip()
+                    if text.isdecimal():
+                        label = int(text)
                     if not 0 <= label < num_classes:
-                        range_text = (
-                            f"not 0 to {num_classes - 1} (data.webdataset.num_classes)"
-                        )
                         raise ValueError(
-                            f"sample {key!r} has label {text!r}, {range_text}"
+                            f"sample {key!r} has label {text!r}, not 0 to {num_classes - 1} "
+                            "(data.webdataset.num_classes)"
                         )
                 yield str(tar), key, images[0] if images else b"", label
         if key is None:
@@ -192,21 +187,21 @@ def tars_of_split(folder: Path, split: str, *, where: str) -> list[Path]:
 def _listed_tars(folder: Path, split: str, *, where: str) -> list[Path]:
     """Raises OSError if storage fails."""
     if not folder.is_dir():
-        next_step = "set it to the folder of the tars"
-        raise UserError(
-            f"no such folder: {folder}", where="data.path", next_step=next_step
-        )
+        what = f"no such folder: {folder}"
+        step = "set it to the folder of the tars"
+        raise UserError(what, where="data.path", next_step=step)
     pattern = split if ".tar" in split else f"{split}-*.tar"
-    tars = [
-        folder / name
-        for name in sorted(matching(pattern, os.listdir(folder), where=where))
-    ]
+    names = sorted(matching(pattern, os.listdir(folder), where=where))
+    tars = [folder / name for name in names]
     missing = [tar for tar in tars if not tar.is_file()]
+    what = f"no tars {split!r} in {folder}"
+    if missing:
+        what = (
+            f"{len(missing):,} of {len(tars):,} tars are missing, such as {missing[0]}"
+        )
     if missing or not tars:
         raise UserError(
-            f"{len(missing):,} of {len(tars):,} tars are missing, such as {missing[0]}"
-            if missing
-            else f"no tars {split!r} in {folder}",
+            what,
             where=where,
             allowed="names such as train-{000000..000146}.tar or train-*.tar (in short: train)",
             next_step="correct the pattern, or get the files",

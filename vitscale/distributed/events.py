@@ -29,7 +29,8 @@ from vitscale.distributed.processes import node_name
 EVENTS_NAME = "events"
 # Names one attempt to run a job; set by what starts the ranks.
 ATTEMPT_VARIABLE = "VITSCALE_ATTEMPT"
-STARTED, FAILED = "started", "failed"
+STARTED = "started"
+FAILED = "failed"
 # Kinds of reports by ranks that do not know the cause, the best guess first.
 GUESSES = (FailureKind.OTHER, FailureKind.HANG, FailureKind.PEER_LOST)
 
@@ -75,7 +76,8 @@ class TrainingStart:
     """Process of rank 0, which runs on `node`."""
 
 
-READ_FAILURE, READ_START = TypeAdapter(Failure), TypeAdapter(TrainingStart)
+READ_FAILURE = TypeAdapter(Failure)
+READ_START = TypeAdapter(TrainingStart)
 Event = TypeVar("Event")
 
 

@@ -57,9 +57,9 @@ class Column(np.ndarray[Any, Any]):
     """None for a part or a result of a column, which pickles as an array."""
 
     def __reduce__(self) -> Any:
-        return (
-            super().__reduce__() if self.path is None else (read_column, (self.path,))
-        )
+        if self.path is None:
+            return super().__reduce__()
+        return read_column, (self.path,)
 
 
 def read_column(path: str) -> Column:
@@ -121,12 +121,8 @@ def once_per_node(
     nodes, makers, errors, _ = zip(*reports, strict=True)
     raise_alike(errors, nodes=nodes, num_tried=sum(makers))
 
-    made = (
-        made
-        for node, made_there, _, made in reports
-        if made_there and node == node_name()
-    )
-    path, identity = next(made)
+    here = [made for node, _, _, made in reports if made and node == node_name()]
+    path, identity = here[0]
     if _identity(path) != identity:  # in a container with processes of its own
         return make()
     value: T = pickle.loads(read_column(path).data)

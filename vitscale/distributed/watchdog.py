@@ -45,10 +45,12 @@ READ = 1.5
 # How long a report may take to be sent, and to be recorded.
 SEND_S = 1.0
 # How long a rank with an error waits for the others to have one, too, and how often it asks.
-AGREE_S, POLL_S = 5.0, 0.05
+AGREE_S = 5.0
+POLL_S = 0.05
 # Two, since one may be the rank that is gone.
 FIRST_RANKS = 2
-FAILURE, REFUSED = "vitscale/failure", "vitscale/refused"
+FAILURE = "vitscale/failure"
+REFUSED = "vitscale/refused"
 # How gloo, NCCL and the store say that a peer is gone.
 CONNECTION_LOST = re.compile(
     r"[Cc]onnection|[Tt]imed out|[Tt]imeout|Broken pipe|got 0 bytes|remote process exited"
@@ -151,12 +153,10 @@ class Watchdog:
 
         They are counted in the store, since the others may be in a collective.
         """
-        is_bad_input = (
-            isinstance(error, UserError) and error.kind is FailureKind.BAD_INPUT
-        )
-        if not is_bad_input or self._store is None or self._raised_by_all():
+        if not isinstance(error, UserError) or error.kind is not FailureKind.BAD_INPUT:
             return error
-        assert isinstance(error, UserError)
+        if self._store is None or self._raised_by_all():
+            return error
         return on_node(error, rank=self.world.rank, node=node_name())
 
     def _raised_by_all(self) -> bool:
@@ -193,7 +193,7 @@ class Watchdog:
     def _failure(self, kind: FailureKind, what: str, ranks: Sequence[int]) -> Failure:
         """what: happened to these ranks, of which the first is named."""
         rank = ranks[0]
-        node = self._node(ranks[0])
+        node = self._node(rank)
         more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
         return Failure(
             kind=kind,
@@ -205,8 +205,10 @@ class Watchdog:
         )
 
     def _silence(self, ranks: Sequence[int], seconds: float) -> Failure:
-        what = "killed, stopped or ended, or its node is gone"
-        what = f"has sent no heartbeat for {seconds:.0f} s: {what}"
+        what = (
+            f"has sent no heartbeat for {seconds:.0f} s: "
+            "killed, stopped or ended, or its node is gone"
+        )
         return self._failure(FailureKind.KILLED, what, ranks)
 
     def _tell(self, failure: Failure) -> Failure:
@@ -233,16 +235,16 @@ class Watchdog:
         is_over = False
         while not is_over:
             is_over = self._end.is_set()
-            found = None
+            failure = None
             try:
                 self._send(ended=is_over and not self._is_failing)
                 if not (is_over or self._is_failing):
-                    found = self._read() or self._find()
+                    failure = self._read() or self._find()
                 self._unanswered = 0
             except RuntimeError:
                 self._is_store_lost = True
-            if found is not None:
-                self._stop(found)
+            if failure is not None:
+                self._stop(failure)
             self._end.wait(self.period_s)
 
     def _watch_store(self) -> None:
@@ -252,10 +254,9 @@ class Watchdog:
             limit_s = CONFIRM * self.period_s if self._is_store_lost else self.dead_s
             if (self._unanswered - 1) * self.period_s >= limit_s:
                 failure = self._silence([0], limit_s)
-                world = self.world
-                if not self._is_failing and (
-                    world.rank < FIRST_RANKS or world.local_rank == 0
-                ):
+                # One record of each node is enough.
+                records = self.world.rank < FIRST_RANKS or self.world.local_rank == 0
+                if records and not self._is_failing:
                     self._record(failure)
                 self._stop(failure)
 
@@ -363,8 +364,11 @@ def collectives_begun() -> int:
     """
     with suppress(AttributeError, RuntimeError):
         groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
-        groups = [group for group in groups if group.group_desc != SAVES]
-        return sum(group._get_sequence_number_for_group() for group in groups)
+        return sum(
+            group._get_sequence_number_for_group()
+            for group in groups
+            if group.group_desc != SAVES
+        )
     return 0
 
 
@@ -419,13 +423,13 @@ def watched_ranks(folder: Path | None, limits: Any) -> Iterator[Watchdog]:
 
     folder: where failures are recorded. limits: settings with device, timeout_min and num_threads.
     """
-    joined = process_group(
-        device=limits.device,
-        timeout_min=limits.timeout_min,
-        num_threads=limits.num_threads,
-    )
     with ExitStack() as stack:
         try:
+            joined = process_group(
+                device=limits.device,
+                timeout_min=limits.timeout_min,
+                num_threads=limits.num_threads,
+            )
             world = stack.enter_context(joined)
         except UserError as error:
             if folder is not None:

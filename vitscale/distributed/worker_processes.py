@@ -58,10 +58,8 @@ class Workers:
         Raises what the function raises, and WorkerError if one dies.
         """
         if not self._pipes:
-            yield from (
-                (number, item, self._function(item))
-                for number, item in enumerate(items)
-            )
+            for number, item in enumerate(items):
+                yield number, item, self._function(item)
             return
         idle = [*self._pipes]
         busy = dict[Connection, tuple[int, Item]]()

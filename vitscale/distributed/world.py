@@ -45,9 +45,11 @@ from vitscale.distributed.processes import (
 INIT_TIMEOUT_MIN = 30.0
 # A rank without a device ends by itself if the others do not start as soon as this.
 TELL_S = 20.0
-HERE, LEFT = "vitscale/here", "vitscale/left"
+HERE = "vitscale/here"
+LEFT = "vitscale/left"
 # What each rank says of its device, and which rank is unlike the others.
-DEVICE, ODD_RANK = "vitscale/device", "vitscale/odd rank"
+DEVICE = "vitscale/device"
+ODD_RANK = "vitscale/odd rank"
 # The words of a rank that has a device; another one says why it has none.
 DEVICE_TYPES = ("cpu", "cuda")
 # The group of the threads that save, see `control_group`.
@@ -112,8 +114,14 @@ def _be_alone() -> None:
         print(text, file=sys.stderr, flush=True)
     for name in dropped:
         del os.environ[name]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    os.environ.update(
+        RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+    )
 
 
 def _pick_device(
@@ -132,16 +140,19 @@ def _pick_device(
                 next_step="update the driver, install a torch for older ones (see "
                 "docs/troubleshooting.md), or set engine.device=cpu",
             ) from None
-    if not num_gpus and _is_gpu_lost():
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    is_task = "SLURM_PROCID" in os.environ
+    # SLURM gave this task GPUs, and torch finds none.
+    if not num_gpus and is_task and re.match(r"\d|GPU-|MIG-", given):
         lost = UserError(
-            f"SLURM gave this task GPU {os.environ['CUDA_VISIBLE_DEVICES']}, and torch finds none",
+            f"SLURM gave this task GPU {given}, and torch finds none",
             where="engine.device",
             next_step="run nvidia-smi on this node",
         )
         raise on_node(lost, rank=int(os.environ.get("RANK", "0")), node=node_name())
     if wanted == "auto" and not num_gpus:
         return torch.device("cpu")
-    if num_gpus == 1 and "SLURM_PROCID" in os.environ:
+    if num_gpus == 1 and is_task:
         return torch.device("cuda", 0)  # each task sees its own (`--gpu-bind=single`)
     if local_rank >= num_gpus:
         raise UserError(
@@ -150,12 +161,6 @@ def _pick_device(
             next_step="start as many processes per node as it has GPUs, or set engine.device=cpu",
         )
     return torch.device("cuda", local_rank)
-
-
-def _is_gpu_lost() -> bool:
-    """Whether SLURM gave this task GPUs; asked where there are none."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return "SLURM_PROCID" in os.environ and re.match(r"\d|GPU-|MIG-", given) is not None
 
 
 def _choose_interface(world: World) -> None:
@@ -192,27 +197,29 @@ def _join(
     Raises UserError if no rank has the device, and NodeError on all ranks if one is unlike them.
     """
     problem: UserError | None = None
+    fault: NodeError | None = None
     device = torch.device("cpu")
     try:
         device = _pick_device(wanted, world.local_rank)
+        word = device.type
     except UserError as error:
         if world.world_size == 1:
             raise
         problem = error
-
-    if problem is None:
-        store = _rendezvous(world, word=device.type, timeout_s=INIT_TIMEOUT_MIN * 60)
-        odd = _odd_rank_of_all(store, world)
-    else:
         fault = on_node(problem, rank=world.rank, node=node_name())
+        word = str(fault)
         # Now, since a launcher may end this rank before the others answer.
         print(f"asking the other ranks: {fault}", file=sys.stderr, flush=True)
-        try:
-            store = _rendezvous(world, word=str(fault), timeout_s=TELL_S)
-            odd = _odd_rank_of_all(store, world)
-        except RankError:
-            # Unless all ranks lack it, another node may help.
-            raise fault from None
+
+    try:
+        timeout_s = INIT_TIMEOUT_MIN * 60 if fault is None else TELL_S
+        store = _rendezvous(world, word=word, timeout_s=timeout_s)
+        odd = _odd_rank_of_all(store, world)
+    except RankError:
+        if fault is None:
+            raise
+        # Unless all ranks lack it, another node may help.
+        raise fault from None
 
     raised = odd or problem
     if raised is not None:
@@ -231,8 +238,8 @@ def _odd_rank_of_all(store: dist.TCPStore, world: World) -> NodeError | None:
             words = store.multi_get(
                 [f"{DEVICE}/{rank}" for rank in range(world.world_size)]
             )
-            found = odd_rank([word.decode() for word in words])
-            store.set(ODD_RANK, "" if found is None else str(found))
+            odd = odd_rank([word.decode() for word in words])
+            store.set(ODD_RANK, "" if odd is None else str(odd))
         answer = store.get(ODD_RANK).decode()
         if not answer:
             return None
@@ -243,9 +250,9 @@ def _odd_rank_of_all(store: dist.TCPStore, world: World) -> NodeError | None:
         raise PeerLostError("rank 0 has ended at its start") from error
 
     if word in DEVICE_TYPES:
-        what = f"rank {rank} on {node}: engine.device=auto is {word} here, and not on all ranks"
-        return NodeError(
-            f"{what}\n  next: run nvidia-smi on {node}", rank=rank, node=node
+        word = (
+            f"rank {rank} on {node}: engine.device=auto is {word} here, and not on all ranks\n"
+            f"  next: run nvidia-smi on {node}"
         )
     return NodeError(word, rank=rank, node=node)
 
@@ -286,9 +293,8 @@ def _rendezvous(world: World, *, word: str, timeout_s: float) -> dist.TCPStore:
     except RuntimeError as error:
         if world.is_first:
             what = f"cannot listen at {address}: {str(error).splitlines()[0]}"
-            raise RankError(
-                what, where="MASTER_PORT", next_step="choose a free port"
-            ) from None
+            step = "choose a free port"
+            raise RankError(what, where="MASTER_PORT", next_step=step) from None
         raise PeerLostError(
             f"rank 0 does not answer at {address} ({limit})",
             next_step="read the output of rank 0; check that MASTER_ADDR is its node",
@@ -298,10 +304,9 @@ def _rendezvous(world: World, *, word: str, timeout_s: float) -> dist.TCPStore:
     except RuntimeError as error:
         missing = "rank 0 names the missing"
         if world.is_first:
-            ranks = [
-                r for r in range(world.world_size) if not store.check([f"{HERE}/{r}"])
-            ]
-            missing = f"missing: {', '.join(map(str, ranks))}"
+            ranks = map(str, range(world.world_size))
+            absent = [rank for rank in ranks if not store.check([f"{HERE}/{rank}"])]
+            missing = f"missing: {', '.join(absent)}"
         raise PeerLostError(
             f"not all of {world.world_size} ranks started within {limit}; {missing}",
             next_step="read the output of the missing ranks",
@@ -326,22 +331,22 @@ def process_group(
     # Connects ranks when they first talk: to a few neighbours, not to all others.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     env = os.environ
-    local_rank = int(env["LOCAL_RANK"])
-    local_world = int(env["LOCAL_WORLD_SIZE"])
     world = World(
         rank=int(env["RANK"]),
         world_size=int(env["WORLD_SIZE"]),
-        local_rank=local_rank,
-        local_world_size=local_world,
+        local_rank=int(env["LOCAL_RANK"]),
+        local_world_size=int(env["LOCAL_WORLD_SIZE"]),
         device=torch.device("cpu"),
     )
     _choose_interface(world)
     own_device, store = _join(world, wanted=device)
     world = replace(world, device=own_device)
+    backend = "gloo"
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+        backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+        backend,
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(minutes=timeout_min),
@@ -351,19 +356,15 @@ def process_group(
         if world.world_size > 1:
             # torch holds the first connection while a collective starts.
             world = replace(world, store=_connect(is_master=False))
-        torch.set_num_threads(
-            num_threads
-            or threads_per_rank(
-                world_size=world.world_size, local_world_size=local_world
+        if num_threads is None:
+            num_threads = threads_per_rank(
+                world_size=world.world_size, local_world_size=world.local_world_size
             )
-        )
+        torch.set_num_threads(num_threads)
         yield world
     except SystemExit as end:
-        _leave(
-            store,
-            world,
-            exit_code=end.code if isinstance(end.code, int) else EXIT_FAILED,
-        )
+        code = end.code if isinstance(end.code, int) else EXIT_FAILED
+        _leave(store, world, exit_code=code)
         raise
     except BaseException:
         # Of several ranks, others may be in a collective, for which NCCL's end would wait.
@@ -437,9 +438,9 @@ class PreemptionFlag:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(
-                number, signal.SIG_IGN if self._received or self._stops else handler
-            )
+            if self._received or self._stops:
+                handler = signal.SIG_IGN
+            signal.signal(number, handler)
 
     def _remember(self, *_: object) -> None:
         self._received = True

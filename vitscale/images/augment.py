@@ -34,22 +34,18 @@ from vitscale.images.settings import (
 Operation = Callable[[torch.Tensor, float, CounterRandom], torch.Tensor]
 RGB = tuple[float, float, float]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
-Colour = tuple[int, int, int]
+Colour = tuple[int, ...]
 Matrix = tuple[float, float, float, float, float, float]
 
 _LEVELS = np.arange(256)
-_RESAMPLING = {
-    "nearest": Image.Resampling.NEAREST,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-}
 
 GRAY = 128
 ERASING_ATTEMPTS = 10
 TIMM_PROBABILITY = 0.5
 JITTER = 0.3  # the default of DeiT's `--ThreeAugment`
 # Least and largest share of the image's area, and ratio of its sides: timm's defaults.
-ERASED_AREA, ERASED_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
+ERASED_AREA = (0.02, 1 / 3)
+ERASED_ASPECT = (0.3, 1 / 0.3)
 
 
 def augment(
@@ -95,7 +91,7 @@ def _operations(settings: RandAugmentSettings, mean: RGB) -> list[Operation]:
         changes["fill"] = _mean_colour(mean)
     if settings.interpolation != "random":
         changes["interpolation"] = settings.interpolation
-    for name in TIMM_GEOMETRIC if changes else ():
+    for name in TIMM_GEOMETRIC:
         operations[name] = partial(operations[name], **changes)
     return list(operations.values())
 
@@ -142,10 +138,9 @@ def erase(
     if random.uniform() >= settings.probability:
         return image
     _, height, width = image.shape
-    aspect = math.log(ERASED_ASPECT[0]), math.log(ERASED_ASPECT[1])
     for _ in range(ERASING_ATTEMPTS):
         pixels = random.uniform(*ERASED_AREA) * height * width
-        ratio = math.exp(random.uniform(*aspect))
+        ratio = math.exp(random.uniform(*map(math.log, ERASED_ASPECT)))
         h, w = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
         if h < height and w < width:
             top, left = _below(height - h + 1, random), _below(width - w + 1, random)
@@ -172,8 +167,7 @@ def _filling(
 
 
 def _mean_colour(mean: RGB) -> Colour:
-    red, green, blue = (min(max(round(255 * m), 0), 255) for m in mean)
-    return red, green, blue
+    return tuple(min(max(round(255 * level), 0), 255) for level in mean)
 
 
 @lru_cache(maxsize=8)
@@ -300,10 +294,14 @@ def affine(
 ) -> torch.Tensor:
     """Resample at (a x + b y + c, d x + e y + f), pixel centres at halves; `fill` outside."""
     image = _to_rgb(image_3HW)
-    resample, method = _RESAMPLING[interpolation], Image.Transform.AFFINE
-    return _from_rgb(
-        image.transform(image.size, method, matrix, resample, fillcolor=fill)
+    resampled = image.transform(
+        image.size,
+        Image.Transform.AFFINE,
+        matrix,
+        Image.Resampling[interpolation.upper()],
+        fillcolor=fill,
     )
+    return _from_rgb(resampled)
 
 
 def _to_rgb(image_3HW: torch.Tensor) -> Image.Image:
@@ -347,10 +345,12 @@ def _either_sign(value: float, random: CounterRandom) -> float:
     return value if random.uniform() < 0.5 else -value
 
 
-def _augreg_contrast(image: torch.Tensor, m: float, _: CounterRandom) -> torch.Tensor:
+def _augreg_contrast(
+    image: torch.Tensor, m: float, random: CounterRandom
+) -> torch.Tensor:
     """The "mean" is the mean count of the 256 histogram bins: pixels / 256, 196 at 224 px."""
     gray = min(image.shape[1] * image.shape[2] / 256, 255.0)
-    return contrast(image, factor=_enhance(m), gray=math.floor(gray))
+    return contrast(image, factor=_enhance(m, random), gray=math.floor(gray))
 
 
 def _augreg_solarize(image: torch.Tensor, m: float, _: CounterRandom) -> torch.Tensor:
@@ -373,7 +373,7 @@ def _augreg_cutout(
     return image
 
 
-def _enhance(m: float) -> float:
+def _enhance(m: float, random: CounterRandom) -> float:
     """0.1 .. 1.9 .. 3.7 at magnitude 0 .. 10 .. 20; 1, at magnitude 5, changes nothing."""
     return m / 10 * 1.8 + 0.1
 
@@ -381,6 +381,14 @@ def _enhance(m: float) -> float:
 def _enhance_away(m: float, random: CounterRandom) -> float:
     """1 plus or minus up to 0.9."""
     return max(0.1, 1.0 + _either_sign(m / 10 * 0.9, random))
+
+
+def _by_factor(
+    operation: Callable[..., torch.Tensor],
+    factor: Callable[[float, CounterRandom], float],
+) -> Operation:
+    """An operation whose factor is a function of the magnitude."""
+    return lambda image, m, random: operation(image, factor=factor(m, random))
 
 
 def _affine(
@@ -433,10 +441,10 @@ AUGREG: dict[str, Operation] = {
         image, bits=max(1, int(m / 10 * 4))
     ),
     "solarize": _augreg_solarize,
-    "color": lambda image, m, random: saturation(image, factor=_enhance(m)),
+    "color": _by_factor(saturation, _enhance),
     "contrast": _augreg_contrast,
-    "brightness": lambda image, m, random: brightness(image, factor=_enhance(m)),
-    "sharpness": lambda image, m, random: sharpness(image, factor=_enhance(m)),
+    "brightness": _by_factor(brightness, _enhance),
+    "sharpness": _by_factor(sharpness, _enhance),
     # About the centre of the first pixel.
     "shear_x": partial(
         _nearest, matrix=lambda s, h, w: (1, s, -s / 2, 0, 1, 0), most=0.3
@@ -463,10 +471,10 @@ TIMM: dict[str, Operation] = {
         image, threshold=256 - int(m / 10 * 256)
     ),
     "solarize_add": AUGREG["solarize_add"],
-    "color": lambda image, m, r: saturation(image, factor=_enhance_away(m, r)),
-    "contrast": lambda image, m, r: contrast(image, factor=_enhance_away(m, r)),
-    "brightness": lambda image, m, r: brightness(image, factor=_enhance_away(m, r)),
-    "sharpness": lambda image, m, r: sharpness(image, factor=_enhance_away(m, r)),
+    "color": _by_factor(saturation, _enhance_away),
+    "contrast": _by_factor(contrast, _enhance_away),
+    "brightness": _by_factor(brightness, _enhance_away),
+    "sharpness": _by_factor(sharpness, _enhance_away),
     "shear_x": partial(_affine, matrix=lambda s, h, w: (1, s, 0, 0, 1, 0), most=0.3),
     "shear_y": partial(_affine, matrix=lambda s, h, w: (1, 0, 0, s, 1, 0), most=0.3),
     "translate_x": partial(

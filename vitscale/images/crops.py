@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import ModuleType
@@ -28,13 +28,13 @@ FORMATS = tuple(SUFFIXES)
 CROP_ATTEMPTS = 10
 TF_CROP_ATTEMPTS = 100
 PLAIN_CROP_PADDING = 4  # px of the output; DeiT's augment.py
-MAX_ASPECT = (
-    16  # of what a centre is cut from; memory for what is cut away grows with it
-)
+# A centre is cut from at most this; memory for what is cut away grows with it.
+MAX_ASPECT = 16
 # Pillow takes a larger image for a decompression bomb.
 MAX_PIXELS = 178_956_970
 # A JPEG without an end marker may be truncated; a decoder of one box would not notice.
-JPEG_START, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
+JPEG_START = b"\xff\xd8\xff"
+JPEG_END = b"\xff\xd9"
 # Colour spaces that simplejpeg converts to RGB like Pillow.
 SIMPLEJPEG_SPACES = ("YCbCr", "RGB", "Gray")
 Range = tuple[float, float]
@@ -105,7 +105,7 @@ def random_crop_box(
     """
     for _ in range(CROP_ATTEMPTS):
         pixels = random.uniform(*area) * width * height
-        ratio = math.exp(random.uniform(math.log(aspect[0]), math.log(aspect[1])))
+        ratio = math.exp(random.uniform(*map(math.log, aspect)))
         w, h = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
         x, y = random.uniform(), random.uniform()
         if 0 < w <= width and 0 < h <= height:
@@ -157,12 +157,10 @@ def plain_crop_box(
 
     def place(length: int) -> tuple[int, int]:
         room = size * length // side - size
-        at = (
-            int(random.uniform() * (room + 2 * PLAIN_CROP_PADDING + 1))
-            - PLAIN_CROP_PADDING
-        )
-        inside = min(max(at, 0), room)
-        return min(round(inside * side / size), length - side), at - inside
+        drawn = int(random.uniform() * (room + 2 * PLAIN_CROP_PADDING + 1))
+        start = drawn - PLAIN_CROP_PADDING
+        inside = min(max(start, 0), room)
+        return min(round(inside * side / size), length - side), start - inside
 
     left, right = place(width)
     top, down = place(height)
@@ -269,9 +267,8 @@ def area_resized(
     height, width, _ = pixels_HW3.shape
     averaged_RX = weights(height, resized[0], size) @ pixels_HW3.flatten(1).float()
     planes_3RW = averaged_RX.view(size, width, 3).permute(2, 0, 1)
-    return (
-        (planes_3RW @ weights(width, resized[1], size).T).round().clamp(0, 255).byte()
-    )
+    averaged_3RC = planes_3RW @ weights(width, resized[1], size).T
+    return averaged_3RC.round().clamp(0, 255).byte()
 
 
 def crop_and_resize(pixels_HW3: torch.Tensor, request: CropRequest) -> torch.Tensor:
@@ -281,21 +278,18 @@ def crop_and_resize(pixels_HW3: torch.Tensor, request: CropRequest) -> torch.Ten
     """
     box = request.box
     height, width, _ = pixels_HW3.shape
-    inside = 0 <= box.left <= box.left + box.width <= width
-    inside = inside and 0 <= box.top <= box.top + box.height <= height
-    if not inside or box.width < 1 or box.height < 1:
+    right = box.left + box.width
+    bottom = box.top + box.height
+    if not (0 <= box.left < right <= width and 0 <= box.top < bottom <= height):
         raise ValueError(f"{box} exceeds the image of {width} x {height} pixels")
-    crop_HW3 = pixels_HW3[
-        box.top : box.top + box.height, box.left : box.left + box.width
-    ]
+    crop_HW3 = pixels_HW3[box.top : bottom, box.left : right]
     # A view of interleaved pixels is channels_last, which torch resamples faster than planes.
     crop_1CHW = crop_HW3.permute(2, 0, 1)[None]
-    mode, antialias = request.interpolation, request.antialias
     resized = F.interpolate(
         crop_1CHW,
         size=request.shape,
-        mode=mode,
-        antialias=antialias,
+        mode=request.interpolation,
+        antialias=request.antialias,
         align_corners=False,
     )[0]
     return resized.flip(-1) if request.flip else resized
@@ -357,10 +351,7 @@ def decode_webp(data: bytes) -> torch.Tensor | None:
 
     None for anything but one complete picture. Raises OSError or ValueError if unreadable.
     """
-    if (data[:4], data[8:12]) != (b"RIFF", b"WEBP") or data[12:16] not in (
-        b"VP8 ",
-        b"VP8L",
-    ):
+    if data[:4] != b"RIFF" or data[8:16] not in (b"WEBPVP8 ", b"WEBPVP8L"):
         return None
     whole, picture = (int.from_bytes(data[i : i + 4], "little") for i in (4, 16))
     if whole + 8 != len(data) or picture + (picture & 1) + 12 != whole:
@@ -382,30 +373,27 @@ def decode_webp(data: bytes) -> torch.Tensor | None:
 class RegionDecoder(Decoder):
     """Only the box of a JPEG, decoded and resampled row by row by the C extension."""
 
-    def __init__(self, *, allow_avx2: bool = True) -> None:
-        self.allow_avx2 = allow_avx2
+    allow_avx2 = True
+    """False: take the code of machines without AVX2, which gives the same pixels."""
 
     def size(self, data: bytes) -> tuple[int, int]:
-        if not data.startswith(JPEG_START):
-            return super().size(data)
-        try:
-            return _extension().size(data, MAX_PIXELS)
-        except ValueError:
-            return super().size(data)
+        if data.startswith(JPEG_START):
+            with suppress(ValueError):
+                return _extension().size(data, MAX_PIXELS)
+        return super().size(data)
 
     def crop(
         self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         if not _is_whole_jpeg(data):
             return super().crop(data, request, out=out)
-        pixels = (
-            torch.empty((3, *request.shape), dtype=torch.uint8) if out is None else out
-        )
+        if out is None:
+            out = torch.empty((3, *request.shape), dtype=torch.uint8)
         try:
-            decode_region(data, request, pixels.numpy(), allow_avx2=self.allow_avx2)
+            decode_region(data, request, out.numpy(), allow_avx2=self.allow_avx2)
         except (ValueError, OverflowError):
             return super().crop(data, request, out=out)
-        return pixels
+        return out
 
 
 def _extension() -> ModuleType:
@@ -423,13 +411,20 @@ def decode_region(
 
     Raises ValueError or OverflowError for an image that it does not support or finds damaged.
     """
-    box, cubic = request.box, request.interpolation == "bicubic"
-    corners = (box.left, box.top, box.width, box.height)
-    options = (cubic, request.antialias, request.flip, MAX_PIXELS, allow_avx2)
-    used_own: bool = _extension().crop(
-        data, corners, out, request.size, *options, request.entry_points
+    box = request.box
+    used_own = _extension().crop(
+        data,
+        (box.left, box.top, box.width, box.height),
+        out,
+        request.size,
+        request.interpolation == "bicubic",
+        request.antialias,
+        request.flip,
+        MAX_PIXELS,
+        allow_avx2,
+        request.entry_points,
     )
-    return used_own
+    return bool(used_own)
 
 
 DECODERS: dict[str, Callable[[], Decoder]] = {"region": RegionDecoder, "whole": Decoder}
@@ -450,21 +445,22 @@ def missing(name: str) -> str | None:
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "JPEG", subsampling="4:2:0")
     pixels = np.empty((3, 9, 9), np.uint8)
-    box = CropBox(20, 21, 9, 9)
     request = CropRequest(
-        box=box, size=9, interpolation="bilinear", antialias=False, flip=False
+        box=CropBox(20, 21, 9, 9),
+        size=9,
+        interpolation="bilinear",
+        antialias=False,
+        flip=False,
     )
     try:
         decode_region(file.getvalue(), request, pixels)
-    except (
-        TypeError,
-        ValueError,
-    ) as error:  # TypeError: it was built from other sources
+    except (TypeError, ValueError) as error:
+        # TypeError: it was built from other sources.
         return str(error)
     expected = decode(file.getvalue())[21:30, 20:29].permute(2, 0, 1).numpy()
-    return (
-        None if np.array_equal(pixels, expected) else "its pixels differ from Pillow's"
-    )
+    if np.array_equal(pixels, expected):
+        return None
+    return "its pixels differ from Pillow's"
 
 
 def resolve_decoder(name: str) -> str:

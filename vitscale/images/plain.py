@@ -18,7 +18,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
 # EXIF 2.32, tag 274.
-TAG, UPRIGHT = 274, 1
+TAG = 274
+UPRIGHT = 1
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -37,8 +38,14 @@ GREY = ("1", "L", "LA", "La")
 PNG_DEPTHS = {"1": 1, "L;2": 2, "L;4": 4, "L": 8, "RGB": 8, "I;16B": 16, "RGB;16B": 16}
 # Errors of Pillow on broken bytes, besides OSError and ValueError.
 PILLOW_ERRORS = (
-    *(AssertionError, EOFError, LookupError, OverflowError, SyntaxError, TypeError),
-    *(struct.error, zlib.error),
+    AssertionError,
+    EOFError,
+    LookupError,
+    OverflowError,
+    SyntaxError,
+    TypeError,
+    struct.error,
+    zlib.error,
 )
 
 

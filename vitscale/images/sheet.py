@@ -12,7 +12,8 @@ from vitscale.config.errors import not_written
 from vitscale.distributed.atomic_files import atomic_file, make_folders
 from vitscale.images.plain import PILLOW_ERRORS, SUFFIXES, open_picture
 
-SIDE, TEXT = 96, 14
+SIDE = 96
+TEXT = 14
 DAMAGE = (OSError, ValueError, *PILLOW_ERRORS)
 
 

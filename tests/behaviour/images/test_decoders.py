@@ -37,10 +37,16 @@ from vitscale.images.jpeg.entry_points import (
 )
 
 WIDTH, HEIGHT = 83, 61
+
+
+class WithoutAVX2(crops.RegionDecoder):
+    allow_avx2 = False
+
+
 # The extension has vectors for one kind of processor, and a plain form for the others.
 FORMS: dict[str, Callable[[], Decoder]] = {
     **DECODERS,
-    "region without AVX2": lambda: crops.RegionDecoder(allow_avx2=False),
+    "region without AVX2": WithoutAVX2,
 }
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 # The second bytes of markers. Those of NO_SEGMENT stand alone: 0 is a byte of pixels, then TEM and
 # the restart markers.
-START, END, SCAN, FILL = 0xD8, 0xD9, 0xDA, 0xFF
+START = 0xD8
+END = 0xD9
+SCAN = 0xDA
+FILL = 0xFF
 NO_SEGMENT = (0x00, 0x01, *range(0xD0, 0xD8))
 SEQUENTIAL_FRAMES = (0xC0, 0xC1)
 
