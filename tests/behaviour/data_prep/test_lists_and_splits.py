@@ -293,7 +293,8 @@ def test_a_full_name_goes_before_a_stem(tmp_path: Path) -> None:
     touch(tmp_path / "in", "train/hen/1.jpg", "val/a.jpg", "val/a.jpg.png")
     (tmp_path / "list").write_text("a.jpg.png,owl\na.jpg,hen\n")
     rows = inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
-    assert [row.class_name for row in rows] == ["hen", "hen", "owl"]
+    found = {Path(row.path).name: row.class_name for row in rows}
+    assert found == {"1.jpg": "hen", "a.jpg": "hen", "a.jpg.png": "owl"}
 
 
 @pytest.mark.parametrize(
