@@ -409,7 +409,7 @@ class HostCopy:
             for name in order:
                 tensor = tensors[name]
                 start = end
-                end = end + tensor.nbytes
+                end += tensor.nbytes
                 place = self._buffer[start:end].view(tensor.dtype).view(tensor.shape)
                 place.copy_(tensor, non_blocking=True)
                 self._places[name] = place
@@ -549,7 +549,7 @@ class SavedTensors:
             if count == 0:
                 raise OSError(f"{path} has become shorter")
             left = left[count:]
-            offset = offset + count
+            offset += count
 
     def __enter__(self) -> SavedTensors:
         return self

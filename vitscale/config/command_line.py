@@ -115,10 +115,18 @@ def load_command(
         parser.add_argument(
             name, dest="switches", action="append_const", const=name, help=text
         )
-    text = "print the resolved configuration with the source of every value, and end"
-    parser.add_argument("--print-config", action="store_true", help=text)
-    text = "print this text, or the settings of these groups and keys, and end"
-    parser.add_argument("--help", "-h", nargs="*", metavar="NAME", help=text)
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the resolved configuration with the source of every value, and end",
+    )
+    parser.add_argument(
+        "--help",
+        "-h",
+        nargs="*",
+        metavar="NAME",
+        help="print this text, or the settings of these groups and keys, and end",
+    )
     # Launchers add it; the environment (LOCAL_RANK) is what counts.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     arguments, rest = parser.parse_known_args(argv)

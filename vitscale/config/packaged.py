@@ -28,8 +28,10 @@ TIMEOUT_S = 30
 
 @cache
 def config_names() -> tuple[str, ...]:
-    files = [file.relative_to(CONFIGS) for file in CONFIGS.rglob("*.yaml")]
-    return tuple(sorted(str(file.with_suffix("")) for file in files))
+    files = CONFIGS.rglob("*.yaml")
+    return tuple(
+        sorted(str(each.relative_to(CONFIGS).with_suffix("")) for each in files)
+    )
 
 
 def find_config(path: str) -> str:
@@ -39,12 +41,15 @@ def find_config(path: str) -> str:
     if os.path.exists(path):
         return path
     name = path.removeprefix("configs/").removesuffix(".yaml")
-    if name not in config_names():
-        longer = [each for each in config_names() if each.endswith(f"/{name}")]
-        if len(longer) != 1:
-            return path
-        name = longer[0]
-    file = f"configs/{name}.yaml"
+    names = config_names()
+    found = (
+        [name]
+        if name in names
+        else [each for each in names if each.endswith(f"/{name}")]
+    )
+    if len(found) != 1:
+        return path
+    file = f"configs/{found[0]}.yaml"
     return file if os.path.exists(file) else str(PROJECT_ROOT / file)
 
 
@@ -73,10 +78,12 @@ class SourceVersion(NamedTuple):
         """The commit in 12 characters; if the code differs from it, + and a hash of how."""
         import hashlib
 
-        if not self.patch:
-            return self.commit[:12]
-        digest = hashlib.sha256(self.patch.encode()).hexdigest()
-        return f"{self.commit[:12]}+{digest[:8]}"
+        changes = (
+            f"+{hashlib.sha256(self.patch.encode()).hexdigest()[:8]}"
+            if self.patch
+            else ""
+        )
+        return self.commit[:12] + changes
 
 
 def source_version(root: Path = PROJECT_ROOT) -> SourceVersion | None:

@@ -250,8 +250,9 @@ def describe(node: Node | bool) -> str:
     if node.get("type") == "object":
         return f"a group of keys, each with {describe(node.get('additionalProperties', True))}"
     text = WORDS.get(str(node.get("type")), "anything")
-    limits = []
-    for limit, word in LIMITS.items():
-        if limit in node:
-            limits.append(f"{word} {str(node[limit]).removesuffix('.0')}")
+    limits = [
+        f"{word} {str(node[limit]).removesuffix('.0')}"
+        for limit, word in LIMITS.items()
+        if limit in node
+    ]
     return f"{text} {' and '.join(limits)}".strip()

@@ -205,11 +205,12 @@ class Watchdog:
         )
 
     def _silence(self, ranks: Sequence[int], seconds: float) -> Failure:
-        what = (
+        return self._failure(
+            FailureKind.KILLED,
             f"has sent no heartbeat for {seconds:.0f} s: "
-            "killed, stopped or ended, or its node is gone"
+            "killed, stopped or ended, or its node is gone",
+            ranks,
         )
-        return self._failure(FailureKind.KILLED, what, ranks)
 
     def _tell(self, failure: Failure) -> Failure:
         """Tell all ranks of a failure and record it, unless they know another; returns that one."""
