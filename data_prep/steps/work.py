@@ -261,6 +261,8 @@ def _stop(*_: object) -> None:
     for number in SIGNALS:
         # A second signal must not kill a process that is stopping.
         signal.signal(number, signal.SIG_IGN)
+    # Where Python drops the exception below, it would show it as a traceback.
+    sys.unraisablehook = lambda _: None
     print("\nstopped by a signal; run the same command again to resume", flush=True)
     raise SystemExit(EXIT_STOPPED_RESUMABLE)
 
