@@ -65,7 +65,7 @@ scontrol release @ | running for
 scontrol requeuehold state=specialexit @ | paused .*: job @ is held.*; next: `scontrol release @`
 scontrol release @ | running for
 scancel --signal=USR2 @ | paused .*\\(BeginTime\\); it starts by itself
-scancel @ | stopped, .* signal.*; requeued, but job @ was cancelled \\(.* before the run started again
+scancel @ | stopped, .* signal.*; requeued, but job @ was cancelled \\(.* before the run started
 """
 
 
