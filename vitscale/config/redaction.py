@@ -53,7 +53,7 @@ _SECRET_ARGUMENT = (
 )
 # NAME=VALUE in shell, such as HF_TOKEN=abc; not HF_TOKEN=$(cat FILE), HF_TOKEN_PATH=FILE, f(x).
 _NO_SECRET = r"[\"']?(?:[\s$]|$)|\*\*\*|[\w.]*[(\[{]|(?:true|false|none|null)\b"
-SECRET_ASSIGNMENT = (
+SECRET_ASSIGNMENT = re.compile(
     rf"(?i)(?P<name>{_NAME})=(?!{_NO_SECRET})(?:\"[^\"]*\"|'[^']*'|[^\s\"'&]+)"
 )
 # In YAML, with the sign of a line in a patch, also as an item of a list, or on the next line.
