@@ -195,7 +195,7 @@ class Mae(Objective):
         """
         import numpy as np
 
-        from vitscale.data.loader import on_device
+        from vitscale.engine.device_batches import on_device
         from vitscale.models.patches import random_orders, to_patches
 
         patches_BLP = to_patches(

@@ -32,7 +32,7 @@ from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.config.redaction import redact
 from vitscale.data.index import SplitIndex
-from vitscale.data.loader import Batch, mix_batch, training_batches
+from vitscale.data.loader import Batch, training_batches
 from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
 from vitscale.data.webdataset import check_shares
@@ -61,6 +61,7 @@ from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.crops import resolve_decoder
 from vitscale.models.registry import MODELS
 from vitscale.models.settings import Architecture
+from vitscale.objectives.mixing import mix_batch
 from vitscale.objectives.objective import Objective, check_objective
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
 from vitscale.optim.settings import learning_rate

@@ -12,9 +12,10 @@ import yaml
 from tests.support.golden import Golden
 from tests.support.loader_runs import SEED, rank_batches_of
 from tests.support.runs import OTHER_SHARDS, SHARDS, TINY, make_shards
-from vitscale.data.loader import Batch, evaluation_batches, mix_batch
+from vitscale.data.loader import Batch, evaluation_batches
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_val_split
+from vitscale.objectives.mixing import mix_batch
 
 BATCH, BATCHES, SIZE = 8, 3, 8
 TRAINING: dict[str, dict[str, Any]] = yaml.safe_load(f"""

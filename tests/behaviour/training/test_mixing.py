@@ -7,15 +7,15 @@ import pytest
 import torch
 from scipy import stats
 
-from vitscale.data.loader import (
-    Batch,
+from vitscale.data.loader import Batch
+from vitscale.data.settings import MixingSettings
+from vitscale.distributed.random_numbers import CounterRandom, stream_key
+from vitscale.objectives.mixing import (
     cutmix_box,
     draw_blend,
     mix_batch,
     symmetric_beta,
 )
-from vitscale.data.settings import MixingSettings
-from vitscale.distributed.random_numbers import CounterRandom, stream_key
 
 SIZE, CLASSES = 6, 5
 BOTH = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}
