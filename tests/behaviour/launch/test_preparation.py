@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -306,3 +308,22 @@ def test_the_profile_of_a_node_names_no_ranks(tmp_path: Path) -> None:
         ["bash", "-c", first], env=env, capture_output=True, text=True, check=True
     )
     assert done.stdout == "in setup: none none\n"
+
+
+@pytest.mark.parametrize("name", ["my run", "it's", "$HOME", "*", "Läufe (1)"])
+def test_the_batch_script_takes_any_name_of_a_run(name: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / name)
+    text = sbatch_text(
+        LaunchSettings(), name="x", folder=tmp_path / name / "slurm", run_folder=folder
+    )
+    lines = re.findall(r"^(?:next=|watch_lock |failed=).*$", text, re.MULTILINE)
+    shows = 'printf "%s\\n" "$@"'
+    shell = [
+        f"{sys.executable}() {{ {shows}; }}; watch_lock() {{ {shows} >&3; }}",
+        "exec 3>&1; job=17 code=0 srun_errors=/dev/null SLURM_JOB_ID=17",
+        *lines,
+        'wait; echo "$next"; echo "$failed"',
+    ]
+    words = subprocess.check_output(["bash", "-c", "\n".join(shell)], text=True)
+    assert {folder, f"{folder}/.lock"} < {*words.splitlines()}
+    assert words.endswith(f"{folder}/slurm/17/17.failed_starts\n")
