@@ -613,12 +613,26 @@ def start_from(
 ) -> tuple[str | None, list[str]]:
     """Let rank 0 load weights into a fresh model on the CPU; copy them to all ranks. Collective.
 
-    Returns what `load` does. Raises UserError, on all ranks, when `load` does.
+    Returns what `load` does. Raises UserError, on all ranks, when `load` does; NodeError where
+    another node can read what that of rank 0 cannot.
     """
-    with errors_on_all_ranks("cannot be read", "init", tried=world.is_first):
-        source_and_messages: tuple[str | None, list[str]] = (None, [])
-        if world.is_first:
+    source_and_messages: tuple[str | None, list[str]] = (None, [])
+    failure: Exception | None = None
+    if world.is_first:
+        try:
             source_and_messages = load(model, arch)
+        except (OSError, UserError) as error:
+            failure = error
+
+    # One copy is read while all is well. After a failure every node tries: one may lack a mount.
+    is_tried = world.is_first
+    if gather_objects(failure is not None)[0]:
+        is_tried = world.local_rank == 0
+    with errors_on_all_ranks("cannot be read", "init", tried=is_tried):
+        if failure is not None:
+            raise failure
+        if is_tried and not world.is_first:
+            load(model, arch)
 
     for tensor in model.state_dict().values():
         broadcast_tensor(tensor, source=0)

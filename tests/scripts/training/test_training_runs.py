@@ -121,8 +121,10 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
     assert (tmp_path / "run/pictures/test_predictions.png").stat().st_size > 1000
 
 
-# Work that every node does, the index once, and the tracker, which rank 0 alone opens.
+# Work that every node does, the index once, what one reads while all is well, and the tracker,
+# which rank 0 alone opens.
 LACKING = [
+    ("init", 0),
     ("index", 1),
     ("index", 0),
     ("prepare", 1),
@@ -138,9 +140,15 @@ def start_lacking(
 ) -> tuple[list[int], list[str]]:
     """Exit codes and outputs of two nodes, of which some lack something."""
     (folder / "run").mkdir(parents=True)  # as a launcher does
+    settings = ["engine.compile=true"] if place == "private folder" else []
+    stage = "pretrain"
+    if place == "init":
+        settings = [f"init={fault_runs.undisturbed()}"]
+        stage = "finetune"
     started = fault_runs.start(
         folder,
-        *(["engine.compile=true"] if place == "private folder" else []),
+        *settings,
+        stage=stage,
         faults={rank: [fault(place, 1, "lack")] for rank in ranks},
         is_node_of_its_own=True,
     )
@@ -149,7 +157,7 @@ def start_lacking(
 
 
 @pytest.mark.parametrize(
-    "place, rank", by_level(LACKING, fast=LACKING[:1], slow=LACKING[1:])
+    "place, rank", by_level(LACKING, fast=LACKING[1:2], slow=[LACKING[0], *LACKING[2:]])
 )
 def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
     fault_runs: FaultRuns, tmp_path: Path, place: str, rank: int
@@ -164,7 +172,7 @@ def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["prepare", "index", "tracker"])
+@pytest.mark.parametrize("place", ["prepare", "index", "init", "tracker"])
 def test_what_all_nodes_lack_is_bad_input(
     fault_runs: FaultRuns, tmp_path: Path, place: str
 ) -> None:
