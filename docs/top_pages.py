@@ -1,4 +1,5 @@
-"""Hooks of mkdocs: pages from the top of the tree; a heading for each key of a configuration."""
+"""Hooks of mkdocs: pages from the top of the tree; a heading for each key of a configuration;
+llms.txt, an index for language models (llmstxt.org)."""
 
 import re
 from pathlib import Path
@@ -6,6 +7,7 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
@@ -30,3 +32,27 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         if page.url == "configuration/"
         else markdown
     )
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, **_: Any) -> None:
+    """Note the order of the pages."""
+    config.extra["pages"] = nav.pages
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write llms.txt, and the source of each page, which it names."""
+    site = Path(config.site_dir)
+    lines = [
+        f"# {config.site_name}",
+        "",
+        f"> {config.site_description}",
+        "",
+        "## Docs",
+        "",
+    ]
+    for page in config.extra["pages"]:
+        lines.append(f"- [{page.title}]({page.file.src_uri})")
+        source = site / page.file.src_uri
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text(page.file.content_string)
+    (site / "llms.txt").write_text("\n".join(lines) + "\n")

@@ -25,7 +25,7 @@ METRIC = re.compile(r"(train|val|vitals)/[a-z0-9_]*[a-z0-9]")
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 CARDS = [ROOT / "Makefile", *sorted((ROOT / "configs").rglob("*.yaml"))]
 URL = re.compile(r"\w+://\S+")
