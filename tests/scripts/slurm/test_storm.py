@@ -440,6 +440,8 @@ class Storm:
         def happens() -> object:
             self.position()  # the next stage may have begun
             job = self.cluster.job(self.job_id)
+            if job["JobState"] == "COMPLETING":
+                return condition()
             has_ended = job["JobState"] in ("FAILED", "CANCELLED", "NODE_FAIL")
             if has_ended or re.search("[Hh]eld|NeverSatisfied", job["Reason"]):
                 self.act_as_status_says()
