@@ -133,7 +133,8 @@ def check_listed(
     if empty and not is_ignored:
         shown = ", ".join(map(repr, empty[:CLASSES_SHOWN]))
         raise UserError(
-            f"{len(empty)} of {len(named)} classes hold no images: {shown}",
+            f"{len(empty)} of {len(named)} classes hold no images: {shown}\n"
+            f"{listed.describe()}".rstrip(),
             where="source.path",
             next_step="remove these classes, or add their images",
         )

@@ -163,8 +163,10 @@ def test_a_class_whose_training_images_are_all_damaged_is_refused(
         and "dog/0.png" in text
     )
     (source / "train/eel").mkdir()
+    (source / "train/eel/notes.txt").touch()
     text = refused(tmp_path, source, images=ANY_BAD)
     assert "1 of 3 classes hold no images: 'eel'" in text
+    assert "'train/eel/notes.txt'" in text
 
 
 def test_names_that_look_alike_are_refused_within_train(tmp_path: Path) -> None:
