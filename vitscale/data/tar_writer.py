@@ -10,7 +10,9 @@ content, which the index needs. Headers are made from a template: those of the s
 
 from __future__ import annotations
 
+import os
 import tarfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +21,8 @@ import blake3
 from vitscale.data.tar_members import BLOCK, END_MARK
 
 MAX_MEMBER_BYTES = 8**11
+# The disk gets so many bytes at a time while the next are made.
+SYNC_BYTES = 32 << 20
 # Two headers, one block for the label, half a block of padding on average.
 SAMPLE_OVERHEAD = 3 * BLOCK + BLOCK // 2
 # A header has a name of 100 bytes, owner and mode, 12 bytes for the size, the time, 8 bytes for the
@@ -57,11 +61,14 @@ class TarShard:
         self._digest = blake3.blake3()
         self._file = open(path, "xb")
         self.num_bytes = 0
+        self._disk = ThreadPoolExecutor(max_workers=1)
+        self._syncs: list[Future[None]] = []
 
     def __enter__(self) -> TarShard:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._disk.shutdown()
         with suppress(OSError):  # of what is left in the buffer after an error
             self._file.close()
 
@@ -84,8 +91,15 @@ class TarShard:
         self._file.write(data)
         self.num_bytes += len(data)
 
+        # Else a whole shard would wait for the disk at its end.
+        if self.num_bytes > SYNC_BYTES * (len(self._syncs) + 1):
+            self._syncs.append(self._disk.submit(os.fdatasync, self._file.fileno()))
+
     def finish(self) -> str:
-        """End the tar; returns its BLAKE3."""
+        """End the tar; returns its BLAKE3. Raises OSError if the disk did not take all of it."""
         self._append(END_MARK)
         self._file.flush()
+        # The system names an error of the disk once: a later fsync would succeed.
+        for sync in self._syncs:
+            sync.result()
         return self._digest.hexdigest()
