@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.contract.tree import ROOT
+from tests.support.tables import refused
 from vitscale import command
 from vitscale.command import COMMANDS, PREPARE
-from vitscale.config.errors import UserError
 from vitscale.config.loader import read_values
 from vitscale.config.packaged import CONFIGS, config_names
 
@@ -99,7 +99,7 @@ def test_all_commands_have_scripts() -> None:
 def test_wrong_words_get_a_next_step(
     words: str, message: str, started: list[str]
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         command.start(words.split())
     assert not started
 
@@ -116,10 +116,10 @@ def test_a_copied_configuration_has_its_bases(
     # The copy comes first: an edit counts.
     Path(copies[0]).write_text("stage: evaluate\n")
     assert read_values("deit3_i1k_b16") == {"stage": "evaluate"}
-    with pytest.raises(UserError, match="exists already"):
+    with refused("exists already"):
         command.start(["configs", "copy", "deit3_i1k_b16"])
     Path("configs/mae").touch()
-    with pytest.raises(UserError, match="configs/mae/b16.yaml: cannot be written"):
+    with refused("configs/mae/b16.yaml: cannot be written"):
         command.start(["configs", "copy", "mae/b16"])
 
 

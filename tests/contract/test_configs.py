@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 
 from launch.planning.configuration import ALL_RUN_TYPES, PAGE, renewed
 from tests.contract.tree import ROOT
+from tests.support.tables import every
 from vitscale.config.command_line import settings_reference
 from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run, load_run_file, run_to_yaml
@@ -102,7 +103,7 @@ def test_the_lock_has_the_versions_last_tested() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["apptainer", "pyxis"])
+@every(name="apptainer, pyxis")
 def test_the_site_files_of_containers_are_valid(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,9 +11,8 @@ import importlib.util
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
-
 from tests.contract.tree import ROOT
+from tests.support.tables import every
 from vitscale.engine.deepspeed_parts import DEEPSPEED, LOSS_SCALER
 
 FILE = ROOT / "vitscale/engine/deepspeed_parts.py"
@@ -86,7 +85,7 @@ def test_every_private_name_is_listed() -> None:
     assert used_names() == PRIVATE.keys() - {*LOSS_SCALER}
 
 
-@pytest.mark.parametrize("name", PRIVATE)
+@every(name=PRIVATE)
 def test_deepspeed_defines_the_name(name: str) -> None:
     spec = importlib.util.find_spec("deepspeed")
     assert spec is not None and spec.origin is not None

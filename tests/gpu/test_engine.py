@@ -24,6 +24,7 @@ from tests.support.engine.reference_cases import (
     train_reference,
 )
 from tests.support.reference_training import Machine
+from tests.support.tables import every
 from vitscale.checkpoint.store import CheckpointStore, read_tensors
 from vitscale.data.loader import Batch
 from vitscale.distributed.processes import free_port
@@ -102,7 +103,7 @@ def test_a_training_is_that_of_the_reference(
         assert ours.losses != pytest.approx(exact.losses, rel=EXACT), "computed in fp32"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@every(stage="0, 1, 3")
 def test_a_save_waits_for_no_kernel_and_moves_bit_for_bit(
     world: World, tmp_path: Path, stage: int
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.support.runs import TRAININGS, journal
+from tests.support.tables import every
 from tests.support.waiting import PATIENCE_S, ROOT
 
 # A script in which it is an error when the host waits for the GPU, from the third step to the one
@@ -57,7 +58,7 @@ def start(script: str, folder: Path, *words: str, before: tuple[str, ...] = ()) 
     return done.stdout
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@every(stage="0, 1")
 def test_no_step_waits_for_the_device(device: str, tmp_path: Path, stage: int) -> None:
     """With loader, mixing, clipping and an average; DeepSpeed's own code waits at ZeRO 2 and 3."""
     words = (

@@ -11,6 +11,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.support.tables import every
 from tests.support.waiting import PATIENCE_S, ROOT
 
 FOLDER = ROOT / "docs/notebooks"
@@ -49,7 +50,7 @@ def test_the_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("command", COMMANDS)
+@every(command=COMMANDS)
 def test_benchmark_runs(tmp_path: Path, command: str) -> None:
     script, *options = command.split()
     results = tmp_path / "results.json"

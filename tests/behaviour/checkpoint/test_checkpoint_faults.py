@@ -24,6 +24,7 @@ import pytest
 from tests.conftest import mounted
 from tests.support.levels import skip_or_fail
 from tests.support.light_checkpoints import LENGTH, light_save
+from tests.support.tables import every
 from tests.support.waiting import PATIENCE_S, ROOT
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.checkpoint.store import read_tensors
@@ -132,7 +133,7 @@ def some_or_every(stride: int) -> list[Any]:
     return [stride, pytest.param(1, marks=pytest.mark.exhaustive)]
 
 
-@pytest.mark.parametrize("stride", some_or_every(9))
+@every(stride=some_or_every(9))
 def test_save_survives_a_kill_at_any_system_call(
     strace: str, tmp_path: Path, stride: int
 ) -> None:
@@ -144,8 +145,8 @@ def test_save_survives_a_kill_at_any_system_call(
     )
 
 
-@pytest.mark.parametrize("stride", some_or_every(4))
-@pytest.mark.parametrize("fault", ["error=ENOSPC", "error=EIO"])
+@every(stride=some_or_every(4))
+@every(fault="error=ENOSPC, error=EIO")
 def test_save_survives_a_disk_error_at_any_call(
     strace: str, tmp_path: Path, fault: str, stride: int
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.light_checkpoints import flip, light_save, tensor_file
 from tests.support.ranks.thread_ranks import run_ranks
-from tests.support.tables import refused, words
+from tests.support.tables import every, refused
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
     Checkpoint,
@@ -70,7 +70,7 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("damage", ["bit flipped", *DAMAGE])
+@every(damage=["bit flipped", *DAMAGE])
 def test_damaged_newest_falls_back_to_the_one_before(
     tmp_path: Path, damage: str
 ) -> None:
@@ -143,7 +143,7 @@ def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
         assert survived < (1 if name == RANK_FILE else data.count(b" ") + 5)
 
 
-@words(name="../outside.safetensors /outside.safetensors .. data.pt")
+@every(name="../outside.safetensors, /outside.safetensors, .., data.pt")
 def test_manifest_lists_tensor_files_of_its_folder_only(
     tmp_path: Path, name: str
 ) -> None:
@@ -190,7 +190,7 @@ def test_files_are_verified_from_disk_before_the_commit(
     assert dropped[0].parent.name.startswith(".step-00000001."), "not committed yet"
 
 
-@pytest.mark.parametrize("num_damaged", [1, 2])
+@every(num_damaged="1, 2")
 def test_ranks_share_the_verification_and_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_damaged: int
 ) -> None:

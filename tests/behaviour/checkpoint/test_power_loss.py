@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support.light_checkpoints import light_save
+from tests.support.tables import every
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.config.errors import UserError
@@ -159,7 +160,7 @@ def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@every(keep="1, 2")
 def test_power_loss_never_loses_a_committed_step(tmp_path: Path, keep: int) -> None:
     assert broken_promises(tmp_path, keep=keep) == []
 
@@ -204,7 +205,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@every(mutant=MUTANTS)
 def test_every_step_of_the_protocol_is_required(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from tests.support.light_checkpoints import flip
 from tests.support.ranks.thread_ranks import run_ranks
-from tests.support.tables import refused
+from tests.support.tables import every, refused
 from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint import folders, store
 from vitscale.checkpoint.folders import (
@@ -142,8 +142,7 @@ def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
         save_at(6700.0)
 
 
-@pytest.mark.parametrize("own_is_over", [False, True])
-@pytest.mark.parametrize("first_is_over", [False, True])
+@every(first_is_over="false, true", own_is_over="false, true")
 def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -175,9 +174,7 @@ def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
     assert run_ranks(2, save_on) == [kind, kind]
 
 
-@pytest.mark.parametrize(
-    "error", [None, OSError(errno.EIO, "I/O error", "journal.jsonl")]
-)
+@every(error=[None, OSError(errno.EIO, "I/O error", "journal.jsonl")])
 def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
     tmp_path: Path, world: World, error: OSError | None
 ) -> None:
@@ -202,7 +199,7 @@ def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
     assert committed == [[], ["step-00000001"]]
 
 
-@pytest.mark.parametrize("stop", [None, SystemExit(75), KeyError("other")])
+@every(stop=[None, SystemExit(75), KeyError("other")])
 def test_store_waits_for_its_last_save(
     tmp_path: Path,
     world: World,
@@ -355,7 +352,7 @@ def test_a_second_job_is_refused_at_once(
         assert (folder / ".lock").read_text().startswith("job 17 on ")
 
 
-@pytest.mark.parametrize("has_flock", [True, False])
+@every(has_flock="true, false")
 def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
     folder: Path, monkeypatch: pytest.MonkeyPatch, has_flock: bool
 ) -> None:

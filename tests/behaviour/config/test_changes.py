@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-import pytest
 import yaml
 
 from finetune.settings import EvaluateRun
 from pretrain.run import PretrainRun
+from tests.support.tables import every
 from vitscale.config.changes import WITHOUT_EFFECT, Purpose, changed_settings
 from vitscale.config.redaction import flatten, flatten_params, redact
 from vitscale.config.section import settings_of
@@ -57,7 +57,7 @@ results: [[], resume output chain result table]
 PURPOSES = get_args(Purpose)
 
 
-@pytest.mark.parametrize("key", CASES)
+@every(key=CASES)
 def test_a_difference_counts_for_its_purposes(key: str) -> None:
     value, purposes = CASES[key]
     group, _, name = key.rpartition(".")
@@ -174,7 +174,7 @@ https://host/a/b#c
 """
 
 
-@pytest.mark.parametrize("form", FORMS.strip("\n").split("\n"))
+@every(form=FORMS.strip("\n").split("\n"))
 def test_secrets_are_removed_in_every_form(form: str) -> None:
     text = "+" + form.replace("%", SECRET).replace(r"\n", "\n")
     shown = redact(text)
@@ -182,7 +182,7 @@ def test_secrets_are_removed_in_every_form(form: str) -> None:
     assert SECRET not in redact(f" context\n{text}\n-{text[1:]}\n after")
 
 
-@pytest.mark.parametrize("text", KEPT.strip().split("\n"))
+@every(text=KEPT.strip().split("\n"))
 def test_what_is_no_secret_stays(text: str) -> None:
     assert redact(text) == text
 
@@ -195,9 +195,7 @@ def test_keys_are_names_that_mlflow_takes() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "run", "ab12|a-|a+|?a|\n| \n|token|a://|'|x_password: \n|+ \n".split("|")
-)
+@every(run="ab12|a-|a+|?a|\n| \n|token|a://|'|x_password: \n|+ \n".split("|"))
 def test_secrets_are_removed_from_long_runs(run: str) -> None:
     """In quadratic time, a run of this length would take hours."""
     text = run * (1 << 16)

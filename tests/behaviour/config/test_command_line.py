@@ -11,7 +11,7 @@ import pytest
 
 from finetune.settings import PredictRun
 from pretrain.run import PretrainRun
-from tests.support.tables import refused
+from tests.support.tables import every, refused
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserErrors, run_script
 
@@ -30,10 +30,8 @@ def command(*argv: str, **more: Any) -> Command[PretrainRun]:
     return load_command(PretrainRun, argv=argv, switches=switches, **texts, **more)
 
 
-@pytest.mark.parametrize("config", [["--config", "a.yaml"], ["--config=a.yaml"]])
-@pytest.mark.parametrize(
-    "rank", [[], ["--local_rank=1"], ["--local_rank", "1"], ["--local-rank=0"]]
-)
+@every(config="[--config, a.yaml], [--config=a.yaml]")
+@every(rank="[], [--local_rank=1], [--local_rank, '1'], [--local-rank=0]")
 def test_arguments_may_stand_in_any_order(config: list[str], rank: list[str]) -> None:
     found = command(*rank, "seed=3", *config, "--dry-run", "optim.lr=1e-4")
     assert (found.run.seed, found.run.optim.lr, found.config_path) == (

@@ -15,7 +15,7 @@ from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun, ExportRun, PredictRun, VisualizeRun
 from launch.chains.settings import ChainRun
 from pretrain.run import PretrainRun
-from tests.support.tables import rows, words
+from tests.support.tables import every, rows
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import (
     PATH_KEYS,
@@ -106,7 +106,7 @@ def test_unsupported_yaml_is_refused(text: str, message: str) -> None:
     assert caught.value.text().startswith(message)
 
 
-@pytest.mark.parametrize("text", r"sqlite:///x.db|a: b|a # b|*x|!x|C:\x|- a".split("|"))
+@every(text=r"sqlite:///x.db|a: b|a # b|*x|!x|C:\x|- a".split("|"))
 def test_text_on_the_command_line_needs_no_quotes(text: str) -> None:
     assert read_override(f"g.k={text}").values == {"g": {"k": text}}
 
@@ -159,7 +159,7 @@ def test_unreadable_file_is_one_error(here: Path, data: bytes, message: str) -> 
     assert error.startswith(message)
 
 
-@pytest.mark.parametrize("data", [b"", b"# nothing\n"])
+@every(data=[b"", b"# nothing\n"])
 def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(
     here: Path, data: bytes
 ) -> None:
@@ -347,7 +347,7 @@ def test_any_configuration_is_a_valid_run_or_a_user_error(
     assert load_run_file(STAGES, "resolved.yaml") == run
 
 
-@words(text="007 1e3 0.50 1.0 true TRUE")
+@every(text="'007', 1e3, '0.50', '1.0', 'true', 'TRUE'")
 def test_the_advice_to_quote_shows_a_value_as_it_was_written(
     text: str, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from finetune.images import find_files
 from launch.demo import link_some
-from vitscale.config.errors import UserError
+from tests.support.tables import refused
 from vitscale.data.folders import files_below, folders_in
 
 
@@ -63,5 +63,5 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "in/file").touch()
     with pytest.raises(NotADirectoryError):
         list(files_below(tmp_path / "in/file"))
-    with pytest.raises(UserError, match="no such file or folder"):
+    with refused("no such file or folder"):
         find_files([str(tmp_path / "gone")])

@@ -24,7 +24,7 @@ import yaml
 from data_prep.formats import index_files
 from data_prep.formats.index_files import write_index
 from tests.support.corpora.shard_folders import make_shard_folder, write_shard_folder
-from tests.support.tables import Values, refused, rows, words
+from tests.support.tables import Values, every, refused, rows
 from vitscale.config.errors import StorageError, UserError
 from vitscale.data import index as index_module
 from vitscale.data.index import (
@@ -109,8 +109,7 @@ def many_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "set"
 
 
-@words(split="test train")
-@pytest.mark.parametrize("seed", range(4))
+@every(seed=range(4), split="test, train")
 def test_keys_of_any_samples_are_those_of_the_table(
     many_groups: Path, split: str, seed: int
 ) -> None:
@@ -255,7 +254,7 @@ READS: dict[str, Callable[[Path], Any]] = {
         ("stream", "train-000001.tar"),
     ],
 )
-@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
+@every(error=[errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
 def test_a_start_waits_for_storage_that_fails_for_a_moment(
     copy: Path, flaky: Any, read: str, name: str, error: int
 ) -> None:
@@ -337,7 +336,7 @@ def test_rows_that_no_preparation_writes_are_refused(copy: Path) -> None:
             read_split(copy, split="train")
 
 
-@pytest.mark.parametrize("classes", [(), ("cat", "dog")])
+@every(classes=[(), ("cat", "dog")])
 def test_samples_have_no_label_if_there_are_no_classes(
     copy: Path, classes: tuple[str, ...]
 ) -> None:

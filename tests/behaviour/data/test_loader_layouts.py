@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.loader_runs import GLOBAL_BATCH, Run
+from tests.support.tables import every
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 
 STEPS = 6
@@ -53,7 +54,7 @@ def run_of(folders: Folders, which: str) -> Run:
     [FEW, pytest.param(GRID, marks=pytest.mark.exhaustive)],
     ids=["few", "all"],
 )
-@pytest.mark.parametrize("which", SETS)
+@every(which=SETS)
 def test_a_run_resumed_on_another_layout_is_the_same_run(
     folders: Folders, which: str, layouts: list[tuple[int, int]]
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitscale.config.errors import UserError
+from tests.support.tables import every, refused, rows
 from vitscale.data import order as order_module
 from vitscale.data.order import (
     BLOCK_SHARDS,
@@ -108,10 +108,12 @@ def test_the_shards_of_this_block_and_the_next_are_wanted_ahead() -> None:
         assert set(ahead) == {*block, *after}
 
 
-@pytest.mark.parametrize(
-    "num_classes, num_tars, is_refused",
-    [(1000, 1000, True), (1000, 40, False), (20, 200, False)],
-)
+@rows("""
+- [num_classes, num_tars, is_refused]
+- [1000, 1000, true]
+- [1000, 40, false]
+- [20, 200, false]
+""")
 def test_tars_sorted_by_class_are_refused(
     num_classes: int, num_tars: int, is_refused: bool
 ) -> None:
@@ -121,10 +123,8 @@ def test_tars_sorted_by_class_are_refused(
         np.random.default_rng(1).permutation(labels), shard_lengths=lengths, where="x"
     )
     check_mixed(np.full_like(labels, -1), shard_lengths=lengths, where="x")
-    refused = pytest.raises(
-        UserError, match=r"16 classes; shuffled they would have 4\d\d"
-    )
-    with refused if is_refused else nullcontext():
+    too_few = refused(r"16 classes; shuffled they would have 4\d\d")
+    with too_few if is_refused else nullcontext():
         check_mixed(labels, shard_lengths=lengths, where="x")
 
 
@@ -159,7 +159,7 @@ def test_each_set_keeps_its_own_order_and_share(
             assert abs(found - share / 1000) < 75
 
 
-@pytest.mark.parametrize("views", [2, 3])
+@every(views="2, 3")
 def test_every_sample_comes_once_in_each_view(views: int) -> None:
     num = 5 * VIEW_BLOCK
     order_of_views = mixture(1_000_000, nums=(num,), views=views)

@@ -19,7 +19,7 @@ import torch
 
 from data_prep.sources.protocol import printable
 from tests.support.corpora.sources import listed, opened
-from tests.support.tables import refused, rows
+from tests.support.tables import every, refused, rows
 from vitscale.config.outside import csv_cell, visible
 from vitscale.models.weights.files import read_tensors
 
@@ -123,9 +123,8 @@ def endless_view(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+@every(
+    make=[
         lambda folder: deflated(folder / "x.npz", {"a.npy": npy(np.zeros(20 * MIB))}),
         lambda folder: deflated(
             folder / "x.npz", {f"{n}.npy": npy(np.zeros(MIB)) for n in range(20)}
@@ -136,7 +135,7 @@ def endless_view(path: Path) -> Path:
             folder / "x.bin", {"x": torch.zeros(40 * MIB, dtype=torch.half)}
         ),
         lambda folder: endless_view(folder / "x.pt"),
-    ],
+    ]
 )
 def test_weights_that_unpack_to_far_more_are_refused(make: Any, tmp_path: Path) -> None:
     with refused(r"x\.\w+: unpacks to .* times its size"):
@@ -173,7 +172,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every(name=NAMES)
 def test_no_control_character_of_a_name_is_shown(name: str) -> None:
     shown = (visible(name), printable(name), csv_cell(name), csv_cell(f"={name}"))
     assert all(text.isprintable() for text in shown)

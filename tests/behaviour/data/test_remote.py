@@ -20,7 +20,7 @@ from blake3 import blake3
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.loader_runs import Run
 from tests.support.range_server import RangeServer, served
-from tests.support.tables import refused, rows, words
+from tests.support.tables import every, refused, rows
 from tests.support.waiting import wait_until
 from vitscale.config.errors import FailureKind, StorageError, UserError
 from vitscale.data import remote
@@ -169,7 +169,7 @@ def content_of(url: str, name: str = "a.bin") -> bytes:
     return b"".join(read_chunks(Url(url) / name))
 
 
-@words(fault="error drop short no_ranges slow")
+@every(fault="error, drop, short, no_ranges, slow")
 def test_a_transient_fault_is_retried(
     folder: Path, server: RangeServer, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,10 +204,12 @@ def test_a_lasting_fault_is_one_error(
     )
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [("HOME", "/none"), ("AWS_ACCESS_KEY_ID", "a"), ("AWS_PROFILE", "none")],
-)
+@rows("""
+- [variable, value]
+- [HOME, /none]
+- [AWS_ACCESS_KEY_ID, a]
+- [AWS_PROFILE, none]
+""")
 def test_missing_credentials_are_an_error_at_once(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +226,7 @@ def test_missing_credentials_are_an_error_at_once(
 
 
 @pytest.mark.slow
-@words(scheme="s3 gs")
+@every(scheme="s3, gs")
 def test_buckets_answer_with_what_was_asked_for(
     scheme: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,7 +403,7 @@ def _fetch_all(cache: Cache, first: int, sizes: Path) -> None:
             log.write(f"{sum(inodes.values())}\n")
 
 
-@pytest.mark.parametrize("limit", [100, 4])
+@every(limit="100, 4")
 def test_many_processes_fetch_each_file_once_and_keep_the_size(
     tmp_path: Path, log: Path, limit: int
 ) -> None:
@@ -485,7 +487,11 @@ def test_each_shard_is_prefetched_once_within_the_cache_size(
     }
 
 
-@pytest.mark.parametrize(("workers", "fault"), [(0, "error"), (2, "missing")])
+@rows("""
+- [workers, fault]
+- [0, error]
+- [2, missing]
+""")
 def test_an_outage_ends_the_run_and_names_the_shard(
     run: Run, server: RangeServer, workers: int, fault: str
 ) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.range_server import served
-from tests.support.tables import refused, words
+from tests.support.tables import every, refused
 from vitscale.config.errors import StorageError
 from vitscale.data.index import read_split
 from vitscale.data.loader import evaluation_batches
@@ -156,8 +156,7 @@ def test_a_passing_error_of_storage_changes_nothing(
     assert OUT.equal(expected)
 
 
-@pytest.mark.parametrize("kind", READERS)
-@words(error="ESTALE EIO")
+@every(error="ESTALE, EIO", kind=READERS)
 def test_storage_that_stays_away_ends_the_run_and_is_named(
     shards: Path,
     tmp_path: Path,
@@ -212,7 +211,7 @@ def test_a_read_that_fails_half_way_is_no_damage(shards: Path, no_pauses: None) 
         assert samples.fill(0, OUT)[1] == [] and not errors
 
 
-@words(error="EBADMSG EUCLEAN ENODATA")
+@every(error="EBADMSG, EUCLEAN, ENODATA")
 def test_bytes_that_the_file_system_finds_damaged_are_substituted_in_training_only(
     shards: Path, error: str
 ) -> None:
@@ -223,7 +222,7 @@ def test_bytes_that_the_file_system_finds_damaged_are_substituted_in_training_on
         evaluation(shards).fill(3, OUT)
 
 
-@words(error="EACCES ENOMEM EMFILE")
+@every(error="EACCES, ENOMEM, EMFILE")
 def test_an_error_of_the_machine_ends_the_run_at_once(shards: Path, error: str) -> None:
     for samples in (training(shards), evaluation(shards)):
         with (
@@ -252,7 +251,7 @@ def test_damage_that_decodes_is_found_in_every_16th_sample(shards: Path) -> None
             samples.fill(position, OUT)
 
 
-@pytest.mark.parametrize("fraction", [None, 0.8])
+@every(fraction="null, 0.8")
 def test_evaluation_averages_areas_where_its_settings_say(
     shards: Path, fraction: float | None
 ) -> None:

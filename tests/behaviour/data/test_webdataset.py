@@ -13,7 +13,7 @@ from webdataset import tariterators
 from tests.support.corpora.external_tars import tar_bytes, write_tars
 from tests.support.corpora.shard_folders import photo, write_shard_folder
 from tests.support.loader_runs import GLOBAL_BATCH, SEED, rank_batches_of
-from tests.support.tables import refused, rows
+from tests.support.tables import every, refused, rows
 from vitscale.config.errors import UserError
 from vitscale.data import webdataset
 from vitscale.data.index import read_split, sample_keys
@@ -76,8 +76,7 @@ def test_an_epoch_has_every_sample_once(
     assert set(shared) == set(stored)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 256])
-@pytest.mark.parametrize("num_workers", [0, 1, 2, 8])
+@every(num_workers="0, 1, 2, 8", num_ranks="1, 2, 3, 256")
 def test_every_loader_process_needs_a_tar(num_ranks: int, num_workers: int) -> None:
     """One without would look for one for ever: its share of every epoch is empty."""
     num_processes = num_ranks * max(num_workers, 1)

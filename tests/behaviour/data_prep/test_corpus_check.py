@@ -28,6 +28,7 @@ from data_prep.verification import check_folder
 from tests.support.corpora.external_tars import write_tars
 from tests.support.corpora.image_corpus import ledger, prepare_here, run_of
 from tests.support.corpora.indexing import index, run_index
+from tests.support.tables import every, refused
 from vitscale.config.errors import UserError
 from vitscale.data.index import choose_by_key, read_manifest, read_split, sample_keys
 from vitscale.data.settings import DataSettings
@@ -69,7 +70,7 @@ def stored(folder: Path) -> dict[str, set[tuple[str, str]]]:
     return found
 
 
-def refused(tmp_path: Path, path: Path, **sections: Any) -> str:
+def refusal(tmp_path: Path, path: Path, **sections: Any) -> str:
     """The error of a preparation, which leaves no output."""
     with pytest.raises(UserError) as caught:
         prepare_here(run_of(path, tmp_path / "refused", **sections))
@@ -100,12 +101,12 @@ UNSEEN = {
 }
 
 
-@pytest.mark.parametrize("kind", UNSEEN)
+@every(kind=UNSEEN)
 def test_a_class_that_training_never_sees_is_refused(kind: str, tmp_path: Path) -> None:
     name, other, message = UNSEEN[kind]
     images = {"train/ant": 2, f"train/{name}": 2, "val/ant": 1, f"val/{other}": 2}
     source = write_folder(tmp_path / "in", images)
-    text = refused(tmp_path, source)
+    text = refusal(tmp_path, source)
     assert re.search(message, text), text
     assert "val/" in text and ".png" in text, "an image of the class is named"
 
@@ -122,7 +123,7 @@ def test_names_that_become_one_class_are_refused(
     name: bytes, other: bytes, tmp_path: Path
 ) -> None:
     images = {os.fsdecode(folder): 1 for folder in (b"train/ant", name, other)}
-    text = refused(tmp_path, write_folder(tmp_path / "in", images))
+    text = refusal(tmp_path, write_folder(tmp_path / "in", images))
     assert f"{other!r} and {name.partition(b'/')[2]!r} would be one class" in text
 
 
@@ -146,7 +147,7 @@ def test_a_space_may_have_classes_without_training_images(tmp_path: Path) -> Non
     shutil.rmtree(tmp_path / "s")
     work = prepare_here(run, until="finish")
     (tmp_path / "space.txt").write_text("ant\nwalrus\n")
-    with pytest.raises(UserError, match="begun with other settings"):
+    with refused("begun with other settings"):
         run_steps(work, STEPS[-1:], num_workers=1)
 
 
@@ -157,19 +158,19 @@ def test_a_class_whose_training_images_are_all_damaged_is_refused(
         tmp_path / "in", {"train/ant": 2, "train/dog": 1, "val/dog": 2}
     )
     (source / "train/dog/0.png").write_bytes(picture(3)[:60])
-    text = refused(tmp_path, source, images=ANY_BAD)
+    text = refusal(tmp_path, source, images=ANY_BAD)
     assert (
         "no usable image is left of 1 classes: dog (in train)" in text
         and "dog/0.png" in text
     )
     (source / "train/eel").mkdir()
-    text = refused(tmp_path, source, images=ANY_BAD)
+    text = refusal(tmp_path, source, images=ANY_BAD)
     assert "1 of 3 classes hold no images: 'eel'" in text
 
 
 def test_names_that_look_alike_are_refused_within_train(tmp_path: Path) -> None:
     both = {CAFE: 1, unicodedata.normalize("NFD", CAFE): 1, "tea": 1}
-    assert "look like" in refused(tmp_path, write_folder(tmp_path / "in", both))
+    assert "look like" in refusal(tmp_path, write_folder(tmp_path / "in", both))
     # Letters of both cases are classes of their own.
     prepare_here(
         run_of(write_folder(tmp_path / "letters", {"A": 1, "a": 1}), tmp_path / "s")
@@ -185,7 +186,7 @@ def test_a_rejected_class_that_looks_like_one_of_the_space_is_refused(
     )
     (tmp_path / "space.txt").write_text(f"{CAFE}\ntea\n")
     labels = {"space": str(tmp_path / "space.txt"), "unknown": "reject"}
-    assert r"the list has 'caf\xe9', the source 'cafe\u0301'" in refused(
+    assert r"the list has 'caf\xe9', the source 'cafe\u0301'" in refusal(
         tmp_path, source, labels=labels
     )
 
@@ -226,15 +227,14 @@ def write_labels(
     )
 
 
-@pytest.mark.parametrize("kind", ["path_table", "parquet", "cls", "json"])
-@pytest.mark.parametrize("odd", ODD)
+@every(odd=ODD, kind="path_table, parquet, cls, json")
 def test_a_label_that_is_no_plain_number_among_numbers_is_refused(
     kind: str, odd: str, tmp_path: Path
 ) -> None:
     labels = [str(number % 12) for number in range(24)]
     labels[13] = odd
     source, settings = write_labels(kind, tmp_path / "in", labels)
-    text = refused(tmp_path, source, source=settings)
+    text = refusal(tmp_path, source, source=settings)
     place = {"path_table": "13.png", "parquet": "a.parquet/13"}.get(
         kind, "a.tar/013.png"
     )
@@ -262,7 +262,7 @@ def test_floats_are_refused_and_a_mark_of_windows_is_no_part_of_a_number(
     source, settings = write_labels(
         "path_table", tmp_path / "in", [f"{n}.0" for n in range(12)]
     )
-    assert "such as '0.0' of '0.png'" in refused(tmp_path, source, source=settings)
+    assert "such as '0.0' of '0.png'" in refusal(tmp_path, source, source=settings)
     source, settings = write_labels("cls", tmp_path / "tars", ["0", "\ufeff1", "2"])
     prepare_here(run_of(source, tmp_path / "s", source=settings))
     assert read_manifest(tmp_path / "s").classes == ("0", "1", "2")
@@ -281,7 +281,7 @@ def test_folders_named_by_numbers_are_sorted_as_text_and_it_is_said(
         run_of(write_folder(tmp_path / "b", dict.fromkeys(names, 1)), tmp_path / "s2")
     )
     assert read_manifest(tmp_path / "s2").notes == ()
-    assert "such as '03'" in refused(tmp_path, write_folder(source, {"03": 1}))
+    assert "such as '03'" in refusal(tmp_path, write_folder(source, {"03": 1}))
 
 
 def test_parquet_files_must_name_their_classes_alike(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_parquet_files_must_name_their_classes_alike(tmp_path: Path) -> None:
     named = pa.table(columns).replace_schema_metadata(metadata)
     pq.write_table(named, tmp_path / "in/a.parquet")
     pq.write_table(pa.table(columns), tmp_path / "in/b.parquet")
-    text = refused(tmp_path, tmp_path / "in", source={"kind": "parquet"})
+    text = refusal(tmp_path, tmp_path / "in", source={"kind": "parquet"})
     assert "'a.parquet' and 'b.parquet' have different lists of class names" in text
 
 
@@ -343,10 +343,10 @@ def test_a_file_is_one_image_by_whatever_path(tmp_path: Path) -> None:
 def test_one_tar_or_table_under_two_names_is_refused(tmp_path: Path) -> None:
     write_tars(tmp_path / "in", {"a.tar": {"0.png": picture(0), "0.cls": b"0"}})
     (tmp_path / "in/b.tar").symlink_to("a.tar")
-    text = refused(tmp_path, tmp_path / "in", source={"kind": "webdataset"})
+    text = refusal(tmp_path, tmp_path / "in", source={"kind": "webdataset"})
     assert "one file has two names: 'a.tar' and 'b.tar'" in text
     splits = {"kind": "webdataset", "splits": {"train": "a.tar", "val": "b.tar"}}
-    assert "two splits share files" in refused(tmp_path, tmp_path / "in", source=splits)
+    assert "two splits share files" in refusal(tmp_path, tmp_path / "in", source=splits)
 
 
 def test_equal_bytes_in_two_splits_are_counted_for_every_source(tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ def test_keys_of_two_splits_are_refused_where_copies_are_left_out(
     assert check_folder(tmp_path / "index", manifest=manifest, num_workers=1) == []
     for split in ("train", "val"):
         assert sample_keys(read_split(tmp_path / "index", split=split), [0]) == ["0"]
-    with pytest.raises(UserError, match="samples of several splits have the same keys"):
+    with refused("samples of several splits have the same keys"):
         check_keys(tmp_path / "index", list_samples(tmp_path / "index"))
 
 
@@ -447,9 +447,7 @@ def test_a_list_refuses_an_index_whose_keys_repeat(
     manifest["shards_root"] = str(indexed.parent / "tars")
     (tmp_path / "old/manifest.json").write_text(json.dumps(manifest))
     (tmp_path / "keys.txt").write_text("003\n")
-    with pytest.raises(
-        UserError, match="share keys, such as '003'.*(.|\n)*index again"
-    ):
+    with refused("share keys, such as '003'.*(.|\n)*index again"):
         choose_by_key(
             read_split(tmp_path / "old", split="train"), str(tmp_path / "keys.txt")
         )
@@ -498,12 +496,10 @@ def test_an_output_of_another_source_is_refused(
     (tmp_path / "link").unlink()
     (tmp_path / "link").symlink_to("two")
     prepare_here(run_of(tmp_path / "one", tmp_path / "t"), until="finish")
-    with pytest.raises(UserError, match="begun with other settings: path"):
+    with refused("begun with other settings: path"):
         prepare_here(run_of(tmp_path / "two", tmp_path / "t"))
     for other in ("two", "link", "gone"):
-        with pytest.raises(
-            UserError, match=f"made from {tmp_path}/one; source.path is {tmp_path}/"
-        ):
+        with refused(f"made from {tmp_path}/one; source.path is {tmp_path}/"):
             find_existing(WorkFolder(run_of(Path(other), tmp_path / "s")))
 
 

@@ -29,6 +29,7 @@ from data_prep.duplicates.similar import (
 )
 from tests.support.corpora.image_samples import encoded, photograph
 from tests.support.corpora.sources import touch
+from tests.support.tables import every
 
 NUM_IMAGES = 240
 RESIZED = Image.Resampling.BICUBIC
@@ -111,7 +112,7 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("kind", COPIES)
+@every(kind=COPIES)
 def test_copies_are_found(kind: str) -> None:
     copies = described(*(COPIES[kind](image) for image in images()))
     caught = are_duplicates(originals(), copies)
@@ -162,9 +163,7 @@ def dotted(seed: int) -> Image.Image:
     return image
 
 
-@pytest.mark.parametrize(
-    "draw", [surface, dotted, lambda seed: photograph(320, 240 + seed)]
-)
+@every(draw=[surface, dotted, lambda seed: photograph(320, 240 + seed)])
 def test_copies_stand_the_second_look(draw: Any) -> None:
     for seed in range(3):
         image = draw(seed).convert("RGB")
@@ -177,7 +176,7 @@ def test_copies_stand_the_second_look(draw: Any) -> None:
         assert likeness(original, b"no image") == likeness(b"", original) == 0
 
 
-@pytest.mark.parametrize("turn", [lambda image: image, ImageOps.mirror])
+@every(turn=[lambda image: image, ImageOps.mirror])
 def test_likeness_is_the_correlation_of_both_pictures(turn: Any) -> None:
     image = photograph(300, 300)
     copy = turn(image).resize((128, 128), Image.Resampling.BILINEAR)
@@ -214,7 +213,7 @@ def test_blank_pictures_match_nothing() -> None:
     assert not are_duplicates(found[first], found[second]).any()
 
 
-@pytest.mark.parametrize("angle", [0.0, 0.5, 1.25])
+@every(angle="0.0, 0.5, 1.25")
 def test_a_faint_smooth_picture_matches_its_copy(angle: float) -> None:
     """Its details are encoding noise, so their correlation must not decide."""
     y, x = np.mgrid[:96, :96] / 96

@@ -21,7 +21,7 @@ from data_prep.steps.work import WorkFolder
 from tests.support.corpora.external_tars import write_tars
 from tests.support.corpora.image_corpus import run_of
 from tests.support.corpora.sources import listed, opened, touch
-from vitscale.config.errors import UserError
+from tests.support.tables import every, refused, rows
 from vitscale.config.text_files import read_cells, read_text
 from vitscale.runs.data_prep import SourceSettings
 
@@ -68,7 +68,7 @@ image_ts label_ts
 """.splitlines()
 
 
-@pytest.mark.parametrize("folders", RECOGNISED)
+@every(folders=RECOGNISED)
 def test_folders_named_by_keywords_are_splits(folders: str, tmp_path: Path) -> None:
     for name in folders.split():
         touch(tmp_path, f"{name}/cat/1.jpg", f"{name}/dog/1.jpg")
@@ -80,7 +80,7 @@ def test_folders_named_by_keywords_are_splits(folders: str, tmp_path: Path) -> N
     assert sorted({row.split for row in unlabelled}) == RECOGNISED[folders].split()
 
 
-@pytest.mark.parametrize("names", REFUSED)
+@every(names=REFUSED)
 def test_folders_that_may_be_splits_are_refused_with_both_readings(
     names: str, tmp_path: Path
 ) -> None:
@@ -95,7 +95,7 @@ def test_folders_that_may_be_splits_are_refused_with_both_readings(
                 else [f"{name}/cat/1.jpg", f"{name}/dog/2.jpg"]
             ),
         )
-    with pytest.raises(UserError, match="named like splits") as caught:
+    with refused("named like splits") as caught:
         inputs(tmp_path)
     advice = caught.value.next_step or ""
     assert "if they are splits" in advice and "'source.splits={train: .}'" in advice
@@ -112,16 +112,15 @@ def test_folders_that_may_be_splits_are_refused_with_both_readings(
     assert {row.class_name for row in inputs(tmp_path, splits=splits)} == {"cat", "dog"}
 
 
-@pytest.mark.parametrize(
-    "folders",
-    [
+@every(
+    folders=[
         ("train", "bus", "aeroplane", "bicycle", "tiger"),
         ("valid", "invalid"),
         ("steam_train", "bullet_train"),
         ("developed", "undeveloped"),
         ("train", "test_tube", "cat", "dog", "hen", "owl"),
         ("strain", "valley", "device", "contest", "a", "b", "c", "d", "e"),
-    ],
+    ]
 )
 def test_classes_may_be_called_like_splits(
     folders: tuple[str, ...], tmp_path: Path
@@ -172,8 +171,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("place", ["folder", "bucket"])
-@pytest.mark.parametrize("names", FILES)
+@every(names=FILES, place="folder, bucket")
 def test_files_are_splits_one_split_or_refused(
     names: str, place: str, tmp_path: Path
 ) -> None:
@@ -196,9 +194,7 @@ def test_files_are_splits_one_split_or_refused(
     if FILES[names]:
         assert found() == FILES[names]
         return
-    with pytest.raises(
-        UserError, match="named like splits.*\n.*if they are splits"
-    ) as caught:
+    with refused("named like splits.*\n.*if they are splits") as caught:
         found()
     assert """source.splits={train: "*"}""" in caught.value.text()
     assert set(found(splits={"train": "*"}).split()) == {"train"}
@@ -279,7 +275,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@every(form=FORMS)
 def test_a_list_gives_each_image_its_class(form: str, tmp_path: Path) -> None:
     touch(tmp_path / "in", *(f"train/{number}/1.jpg" for number in range(3)))
     touch(tmp_path / "in/val", *LOOSE)
@@ -297,25 +293,14 @@ def test_a_full_name_goes_before_a_stem(tmp_path: Path) -> None:
     assert found == {"1.jpg": "hen", "a.jpg": "hen", "a.jpg.png": "owl"}
 
 
-@pytest.mark.parametrize(
-    ("lines", "note"),
-    [
-        (
-            ["v_0.jpg,cat", "gone.jpg,hen", "v_9.jpg,hen"],
-            "2 lines of source.val_labels name no",
-        ),
-        (
-            ["file,class", "v_0.jpg,cat", "v_9,hen"],
-            "1 lines of source.val_labels name no image of",
-        ),
-        (
-            ["v_7.jpg,hen", "v_9.jpg,hen", "v_0.jpg,cat"],
-            "2 lines of source.val_labels name no",
-        ),
-        (["file,class", "v_0.jpg,cat"], ""),
-        (["v_0.jpg,cat"], ""),
-    ],
-)
+@rows("""
+- [lines, note]
+- [['v_0.jpg,cat', 'gone.jpg,hen', 'v_9.jpg,hen'], 2 lines of source.val_labels name no]
+- [['file,class', 'v_0.jpg,cat', 'v_9,hen'], 1 lines of source.val_labels name no image of]
+- [['v_7.jpg,hen', 'v_9.jpg,hen', 'v_0.jpg,cat'], 2 lines of source.val_labels name no]
+- [['file,class', 'v_0.jpg,cat'], '']
+- [['v_0.jpg,cat'], '']
+""")
 def test_lines_that_name_no_image_are_counted(
     lines: list[str], note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,16 +337,16 @@ def test_a_list_that_fits_no_form_is_refused(
         tmp_path / "in", "train/cat/1.jpg", "train/dog/1.jpg", "val/a.jpg", "val/b.jpg"
     )
     (tmp_path / "list").write_text(text)
-    with pytest.raises(UserError, match=re.escape(message)):
+    with refused(re.escape(message)):
         inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
 
 
-@pytest.mark.parametrize("text", ["a.jpg,cat\nb.jpg,dog\n", "cat\ndog\n"])
+@every(text=["a.jpg,cat\nb.jpg,dog\n", "cat\ndog\n"])
 def test_a_line_is_for_one_image(text: str, tmp_path: Path) -> None:
     names = [f"{split}/{name}.jpg" for split in ("test", "val") for name in "ab"]
     touch(tmp_path / "in", "train/cat/1.jpg", "train/dog/1.jpg", *names)
     (tmp_path / "list").write_text(text)
-    with pytest.raises(UserError, match="list:1: fits an image of another split"):
+    with refused("list:1: fits an image of another split"):
         inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
     # The folders tell them apart.
     expected = dict(zip(names, ["cat", "dog", "dog", "cat"], strict=True))
@@ -391,7 +376,7 @@ def test_classes_alone_need_names_with_one_order(
     labels = [f"class, {number}" for number in range(len(names))]
     (tmp_path / "list").write_text("\n".join(labels) + "\n")
     if not is_certain:
-        with pytest.raises(UserError, match="the images have no certain order"):
+        with refused("the images have no certain order"):
             inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
         return
     rows = inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
@@ -402,8 +387,7 @@ def test_classes_alone_need_names_with_one_order(
 # ---- bytes of text files -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
-@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@every(mark=["", "\ufeff"], ends=["\n", "\r\n", "\r"])
 def test_marks_and_ends_of_lines_are_no_part_of_names(
     ends: str, mark: str, tmp_path: Path
 ) -> None:
@@ -451,7 +435,7 @@ def test_other_bytes_are_refused_with_their_line(
         read_map,
         lambda file: read_text(file, where="data.only_keys"),
     ):
-        with pytest.raises(UserError, match=message) as caught:
+        with refused(message) as caught:
             read(str(tmp_path / "file.csv"))
         assert "file.csv" in caught.value.what and "save it as UTF-8" in (
             caught.value.next_step or ""
@@ -488,7 +472,7 @@ def test_tables_in_other_encodings_are_refused(
 ) -> None:
     (tmp_path / "t.csv").write_bytes(data)
     touch(tmp_path, "0.jpg")
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         inputs(tmp_path / "t.csv", kind="path_table")
 
 

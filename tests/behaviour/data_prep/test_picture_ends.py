@@ -25,6 +25,7 @@ from tests.support.corpora.image_samples import (
     smooth,
     unfiltered,
 )
+from tests.support.tables import every
 from vitscale.images.plain import rgb_pixels
 from vitscale.runs.data_prep import ImageSettings
 
@@ -83,9 +84,7 @@ TAILS = {
 }
 
 
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("kind", JPEGS)
-@pytest.mark.parametrize("check", ["header", "decode", "strict"])
+@every(check="header, decode, strict", kind=JPEGS, tail=TAILS)
 def test_anything_may_follow_a_picture(kind: str, tail: str, check: str) -> None:
     data = JPEGS[kind] + TAILS[tail]
     found = check_image(data, settings=ImageSettings(check=check))
@@ -96,8 +95,8 @@ def test_anything_may_follow_a_picture(kind: str, tail: str, check: str) -> None
         assert found.content == data and found.changes is None
 
 
-@pytest.mark.parametrize("tail", [b"", MOVIE, OTHER, b"\xff\xd9"[:1], bytes(100)])
-@pytest.mark.parametrize("kind", [kind for kind in JPEGS if kind != "MPO"])
+@every(tail=[b"", MOVIE, OTHER, b"\xff\xd9"[:1], bytes(100)])
+@every(kind=[kind for kind in JPEGS if kind != "MPO"])
 def test_a_cut_picture_is_not_whole_whatever_follows(kind: str, tail: bytes) -> None:
     data = JPEGS[kind]
     for end in (data.rindex(b"\xff\xda") + 20, len(data) - 30, len(data) - 2):
@@ -131,8 +130,7 @@ KEYS = [
 ]
 
 
-@pytest.mark.parametrize("interlaced", [False, True])
-@pytest.mark.parametrize("channels", [1, 3])
+@every(channels="1, 3", interlaced="false, true")
 @pytest.mark.parametrize("high, low", KEYS)
 def test_16_bit_colours_are_compared_in_16_bits(
     high: int, low: int, channels: int, interlaced: bool
@@ -164,7 +162,7 @@ def test_16_bit_colours_are_compared_in_16_bits(
         )
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+@every(depth="1, 2, 4, 8")
 def test_grey_of_few_bits_is_compared_as_stored(depth: int) -> None:
     """Prepared or not, in every value of the depth; bits above the depth do not count."""
     width = max(8, 1 << depth)

@@ -40,8 +40,9 @@ from tests.support.corpora.image_corpus import (
     prepare_here,
     run_of,
 )
+from tests.support.tables import every, refused, rows
 from vitscale.config.changes import changed_settings
-from vitscale.config.errors import StorageError, UserError
+from vitscale.config.errors import StorageError
 from vitscale.data.index import read_manifest
 
 NUM_PICTURES = 8
@@ -120,7 +121,7 @@ def test_nothing_is_held_out_of_a_table_with_splits(tmp_path: Path) -> None:
 def test_a_mount_point_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "shards").symlink_to("/proc")
     for output in (tmp_path / "shards", Path("/proc")):
-        with pytest.raises(UserError, match=r"mount point(.|\n)*next: .*/proc/shards"):
+        with refused(r"mount point(.|\n)*next: .*/proc/shards"):
             find_existing(WorkFolder(run_of(tmp_path, output)))
 
 
@@ -169,12 +170,12 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("key", FILES)
+@every(key=FILES)
 def test_a_changed_file_changes_the_settings(key: str, tmp_path: Path) -> None:
     section = "labels" if key in ("map", "space") else "source"
     listed = tmp_path / "list.csv"
     run = run_of(tmp_path, tmp_path / "out", **{section: {key: str(listed)}})
-    with pytest.raises(UserError, match=f"{section}.{key}"):
+    with refused(f"{section}.{key}"):
         content_config(run)
     listed.write_text(FILES[key])
     before = content_config(run)
@@ -184,7 +185,7 @@ def test_a_changed_file_changes_the_settings(key: str, tmp_path: Path) -> None:
     assert list(changed) == [f"{section}.{key}_blake3"]
 
 
-@pytest.mark.parametrize("num_links", [4, 5])
+@every(num_links="4, 5")
 def test_too_many_bad_inputs_are_refused_before_an_image_is_read(
     num_links: int, tmp_path: Path
 ) -> None:
@@ -203,17 +204,15 @@ def test_too_many_bad_inputs_are_refused_before_an_image_is_read(
     if num_links == 4:
         assert tars.shard_units(prepare_here(run, until="write shards"))
         return
-    with pytest.raises(UserError, match="5 of 20 images are bad.*\n.*5 link_broken"):
+    with refused("5 of 20 images are bad.*\n.*5 link_broken"):
         prepare_here(run, until="write shards")
 
 
-@pytest.mark.parametrize(
-    "name, kind, message",
-    [
-        ("t.parquet", "path_table", "1 damaged_table .*: 't.parquet'"),
-        ("cat/1.txt", "image_folder", "1 other_name .*: 'cat/1.txt'"),
-    ],
-)
+@rows("""
+- [name, kind, message]
+- [t.parquet, path_table, '1 damaged_table .*: ''t.parquet''']
+- [cat/1.txt, image_folder, '1 other_name .*: ''cat/1.txt''']
+""")
 def test_when_every_input_is_rejected_the_error_says_why(
     name: str, kind: str, message: str, tmp_path: Path
 ) -> None:
@@ -222,9 +221,7 @@ def test_when_every_input_is_rejected_the_error_says_why(
     file.write_bytes(b"PAR1 cut")
     path = file if kind == "path_table" else tmp_path / "source"
     run = run_of(path, tmp_path / "shards", source={"kind": kind})
-    with pytest.raises(
-        UserError, match=rf"all \d inputs are rejected\n  {message}\n  next:"
-    ):
+    with refused(rf"all \d inputs are rejected\n  {message}\n  next:"):
         prepare_here(run)
 
 
@@ -239,9 +236,7 @@ def test_a_split_without_a_sound_file_is_refused(tmp_path: Path) -> None:
         source={"kind": "parquet", "splits": splits},
         images={"max_bad_fraction": 1},
     )
-    with pytest.raises(
-        UserError, match="'val' has no usable image\n.*1 damaged_table"
-    ) as error:
+    with refused("'val' has no usable image\n.*1 damaged_table") as error:
         prepare_here(run)
     assert "source.splits.val" in error.value.text()
 
@@ -253,9 +248,7 @@ def test_only_bad_images_count_against_the_limit() -> None:
     table = pa.table({"path": list(map(str, range(len(reasons)))), "reason": reasons})
     sums.add(table)
     sums.check(max_bad_fraction=0.2, num_images=10)
-    with pytest.raises(
-        UserError, match="2 of 10 images are bad, more than the fraction 0.19"
-    ):
+    with refused("2 of 10 images are bad, more than the fraction 0.19"):
         sums.check(max_bad_fraction=0.19, num_images=10)
     left.add(
         pa.table({"path": ["a", "b", "c"], "reason": ["small_class", "left_out", None]})
@@ -310,7 +303,7 @@ def test_outages_while_reading_reject_no_file(
         assert "same command again" in error.text()
     finally:
         monkeypatch.undo()
-    with pytest.raises(UserError, match="changed while"):
+    with refused("changed while"):
         check_input(WorkFolder(run), row | {"num_bytes": 9})
 
 
@@ -342,8 +335,7 @@ def test_a_listing_that_is_cut_off_keeps_the_work(
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
 
 
-@pytest.mark.parametrize("mount", ["images", "images/cat"])
-@pytest.mark.parametrize("leaves_a_folder", [False, True])
+@every(leaves_a_folder="false, true", mount="images, images/cat")
 def test_an_unmounted_source_keeps_the_work_and_resumes(
     mount: str, leaves_a_folder: bool, tmp_path: Path
 ) -> None:

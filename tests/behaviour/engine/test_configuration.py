@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from vitscale.config.errors import UserError
+from tests.support.tables import every, refused
 from vitscale.engine.engine import deepspeed_config, resolve_precision
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.models import costs
@@ -80,7 +80,7 @@ def test_micro_batches_are_summed_in_fp32_and_few_ranks_in_half_precision(
     assert found.get("communication_data_type") == sent_as
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@every(stage="1, 2")
 def test_bucket_holds_the_largest_parameter(stage: int) -> None:
     """The gradient of a larger one is freed while it is still being reduced."""
     for raw in ({}, {"zero_optimization": {"reduce_bucket_size": 50}}):
@@ -110,7 +110,7 @@ def test_one_fp32_rank_copies_nothing_for_unsharded_stages() -> None:
 
 
 def test_fp16_needs_a_gpu() -> None:
-    with pytest.raises(UserError, match="runs on cpu\n  allowed: auto, fp32"):
+    with refused("runs on cpu\n  allowed: auto, fp32"):
         resolve_precision(EngineSettings(precision="fp16"), torch.device("cpu"))
 
 

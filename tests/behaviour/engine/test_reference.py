@@ -27,6 +27,7 @@ from tests.support.engine.reference_cases import (
 from tests.support.levels import by_level
 from tests.support.ranks.warm_ranks import ROOT, WarmRank, WarmStarter
 from tests.support.reference_training import Machine, Result
+from tests.support.tables import every
 from vitscale.optim.settings import OPTIMIZERS
 
 pytestmark = pytest.mark.distributed
@@ -90,9 +91,8 @@ def trained(
 
 
 @pytest.mark.timeout(PATIENCE_S)
-@pytest.mark.parametrize(
-    "name",
-    by_level([*fast_cases(), *slow_cases()], fast=fast_cases(), slow=slow_cases()),
+@every(
+    name=by_level([*fast_cases(), *slow_cases()], fast=fast_cases(), slow=slow_cases())
 )
 def test_a_training_is_that_of_the_reference(trained: Trained, name: str) -> None:
     is_exact = ALL[name][1].precision == "fp32"

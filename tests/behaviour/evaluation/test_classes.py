@@ -6,12 +6,10 @@ import unicodedata
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from timm.data import ImageNetInfo
 from torchvision.models._meta import _IMAGENET_CATEGORIES as TORCHVISION
 
-from tests.support.tables import rows
-from vitscale.config.errors import UserError
+from tests.support.tables import every, refused, rows
 from vitscale.data.label_spaces import known_space
 from vitscale.evaluation.classes import column_of_each_class
 
@@ -33,8 +31,8 @@ def in_order(names: Sequence[str], order: Sequence[int]) -> tuple[str, ...]:
     return tuple(names[place] for place in order)
 
 
-@pytest.mark.parametrize("model", [SYNSETS, WORDS, DETAILED, TORCHVISION, None])
-@pytest.mark.parametrize("data", [SYNSETS, WORDS, TORCHVISION])
+@every(model=[SYNSETS, WORDS, DETAILED, TORCHVISION, None])
+@every(data=[SYNSETS, WORDS, TORCHVISION])
 def test_imagenets_classes_meet_however_they_are_written(
     model: Sequence[str] | None, data: Sequence[str]
 ) -> None:
@@ -48,7 +46,7 @@ def test_imagenets_classes_meet_however_they_are_written(
     assert list(columns) == expected and expected.count(-1) == 1
 
 
-@pytest.mark.parametrize("model", [SYNSETS, WORDS, TORCHVISION, None])
+@every(model=[SYNSETS, WORDS, TORCHVISION, None])
 def test_ids_in_any_order_and_number_find_their_outputs(
     model: Sequence[str] | None,
 ) -> None:
@@ -58,7 +56,7 @@ def test_ids_in_any_order_and_number_find_their_outputs(
         assert found.how.startswith("matched by")
 
 
-@pytest.mark.parametrize("model", [SYNSETS, WORDS, None])
+@every(model=[SYNSETS, WORDS, None])
 def test_numbers_are_positions_in_imagenets_list(model: Sequence[str] | None) -> None:
     found = column_of_each_class(model, NUMBERS, num_outputs=1000)
     assert list(found.columns) == [int(name) for name in NUMBERS]
@@ -117,7 +115,7 @@ def test_classes_that_only_one_side_names_are_refused() -> None:
         (digits, 1000),
         (("cat", "dog"), 1000),
     ):
-        with pytest.raises(UserError, match="outputs are unknown"):
+        with refused("outputs are unknown"):
             column_of_each_class(None, data, num_outputs=num_outputs)
 
 

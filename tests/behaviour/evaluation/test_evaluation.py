@@ -30,7 +30,7 @@ from tests.support.engine.subjects import (
     index_of,
     split_of,
 )
-from tests.support.tables import refused, rows, words
+from tests.support.tables import every, refused, rows
 from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, SplitIndex, read_split
 from vitscale.data.label_spaces import SUBSETS, known_space, timm_file
@@ -309,7 +309,7 @@ label,class,images,correct,top1
 """
 
 
-@pytest.mark.parametrize("num_classes", [5, 8])
+@every(num_classes="5, 8")
 def test_metrics_equal_brute_force(num_classes: int) -> None:
     logits = torch.randn(NUM, num_classes, generator=torch.Generator().manual_seed(1))
     labels = [(3 * number) % num_classes for number in range(NUM)]
@@ -464,7 +464,7 @@ def test_labels_are_mapped_by_name() -> None:
     assert subset().metrics(subject) == {"subset_top1": 0.5}
 
 
-@pytest.mark.parametrize("name", SUBSETS)
+@every(name=SUBSETS)
 def test_named_sets_are_timms_index_lists(name: Any) -> None:
     lines = timm_file(f"{name}_indices.txt", where="").read_text().split()
     classes = known_space(name)[::-1]  # shards may have any order
@@ -533,7 +533,7 @@ def test_the_published_number_of_images_is_left_out() -> None:
     assert (len(empty), empty.sum()) == (50_000, 3_163)
 
 
-@words(key="val-cat-1 ILSVRC2012_val_00050001 ILSVRC2012_val_00000000")
+@every(key="val-cat-1, ILSVRC2012_val_00050001, ILSVRC2012_val_00000000")
 def test_other_keys_are_refused(tmp_path: Path, key: str) -> None:
     keys = ["ILSVRC2012_val_00000001", key]
     subject = given_outputs(
@@ -568,7 +568,7 @@ def brute_force(
     return votes.index(max(votes))
 
 
-@pytest.mark.parametrize("num_bank", [60, 4])
+@every(num_bank="60, 4")
 def test_every_k_equals_brute_force(num_bank: int) -> None:
     bank, queries = 3 * normalized(num_bank, seed=0), 2 * normalized(40, seed=1)
     labels = [number % CLASSES for number in range(num_bank)]
@@ -616,8 +616,7 @@ def direct_scores(
     return np.asarray(z @ weights)
 
 
-@pytest.mark.parametrize("std", [5, 2e-5])
-@pytest.mark.parametrize("num_images", [7, 24, 25, 300])
+@every(num_images="7, 24, 25, 300", std="5, 2.0e-05")
 def test_ridge_equals_a_direct_solve(num_images: int, std: float) -> None:
     """Also of features that hardly differ, as those of a collapsed model."""
     random = np.random.default_rng(0)

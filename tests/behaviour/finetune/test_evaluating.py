@@ -29,7 +29,7 @@ from finetune.settings import EvaluateRun, PredictRun, settings_of_run
 from tests.support.corpora.shard_folders import make_shard_folder, write_shard_folder
 from tests.support.engine.small_models import small_model
 from tests.support.engine.subjects import WORLD
-from tests.support.tables import Values, refused, rows
+from tests.support.tables import Values, every, refused, rows
 from vitscale.config.loader import load_run
 from vitscale.data.index import read_split, sample_keys
 from vitscale.evaluation.evaluation import Share
@@ -237,7 +237,7 @@ def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path: Path) -> N
     assert predicted(formulas, tmp_path / "fish", tmp_path)[1][0]["class_1"][:2] == "'="
 
 
-@pytest.mark.parametrize("independent", [False, True])
+@every(independent="false, true")
 def test_shares_stand_alone_where_the_loss_was_a_sigmoid(
     shards: Path, tmp_path: Path, independent: bool
 ) -> None:
@@ -258,7 +258,7 @@ def test_shares_stand_alone_where_the_loss_was_a_sigmoid(
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@every(value=[math.nan, math.inf])
 def test_outputs_that_are_no_numbers_are_an_error(
     shards: Path, tmp_path: Path, value: float
 ) -> None:

@@ -25,7 +25,7 @@ from finetune.exporting.format import Format
 from finetune.settings import ExportRun
 from tests.support.corpora.image_samples import encoded, photograph
 from tests.support.engine.small_models import export, images_of, off_by, small_model
-from tests.support.tables import Values, refused, rows, words
+from tests.support.tables import Values, every, refused, rows
 from vitscale.data.samples import EvaluationResize
 from vitscale.data.settings import DataSettings
 from vitscale.evaluation.trained_model import SourceRun, open_model
@@ -47,7 +47,7 @@ swiglu: {mlp: swiglu, layer_scale: 0.1}
 """)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every(kind=KINDS)
 def test_timm_gives_equal_logits(tmp_path: Path, kind: str) -> None:
     loaded = small_model(**KINDS[kind])
     folder = export(loaded, "timm", tmp_path / "out")
@@ -84,10 +84,8 @@ def test_npz_is_read_by_timm_and_here(
 EVERYTHING = {"gelu": "erf", "layer_norm_eps": 1e-5, "class_position": False}
 
 
-@pytest.mark.parametrize(
-    "settings", [EVERYTHING, {"representation_layer": True}, {"num_classes": 0}]
-)
-@words(to="npz safetensors")
+@every(settings=[EVERYTHING, {"representation_layer": True}, {"num_classes": 0}])
+@every(to="npz, safetensors")
 def test_exported_folders_are_read_back_as_they_are(
     tmp_path: Path, settings: Values, to: str
 ) -> None:
@@ -174,8 +172,7 @@ def test_what_does_not_fit_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("shift", [0.01, math.nan])
-@words(to="timm huggingface npz safetensors")
+@every(to="timm, huggingface, npz, safetensors", shift=[0.01, math.nan])
 def test_other_logits_leave_nothing(
     to: str, shift: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +220,7 @@ registers: [Dinov2WithRegisters, {num_registers: 3, pool: cls_mean, layer_scale:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OF_TRANSFORMERS)
+@every(kind=OF_TRANSFORMERS)
 def test_transformers_gives_equal_logits(tmp_path: Path, kind: str) -> None:
     """The export itself compares them, of features too; here what its Auto class makes of it."""
     from transformers import AutoModelForImageClassification
@@ -310,7 +307,7 @@ def timm_pixels(folder: Path, image: Image.Image) -> torch.Tensor:
     return levels(transform(image))
 
 
-@words(interpolation="bilinear bicubic")
+@every(interpolation="bilinear, bicubic")
 @rows("""
 - [resize]
 - [{}]
@@ -339,8 +336,7 @@ def test_timm_makes_the_same_pixels(
         assert (found - own_pixels(how, data)).abs().max() <= 1, (width, height)
 
 
-@words(to="timm huggingface")
-@words(resize="squash center_crop squash_crop")
+@every(resize="squash, center_crop, squash_crop", to="timm, huggingface")
 def test_transformers_sees_the_pixels_of_timm(
     tmp_path: Path, to: str, resize: str
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from timm.data import auto_augment as timm_augment
 
-from tests.support.tables import words
+from tests.support.tables import every
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images.augment import AUGREG, TIMM, augment, rand_augment, three_augment
 from vitscale.images.settings import (
@@ -57,7 +57,7 @@ def run(image: torch.Tensor, settings: AugmentSettings, key: int) -> torch.Tenso
     return augment(image, settings, CounterRandom(key), mean=MEAN, std=STD)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@every(name=VARIANTS)
 @given(
     height=st.integers(1, 30),
     width=st.integers(1, 30),
@@ -81,7 +81,7 @@ def test_any_image_stays_an_image(
     assert run(image, AugmentSettings(), key) is image
 
 
-@words(mode="const rand pixel")
+@every(mode="const, rand, pixel")
 def test_erasing_fills_one_box(mode: str) -> None:
     image = torch.full((3, 64, 64), 255, dtype=torch.uint8)
     options = AugmentSettings(erasing=ErasingSettings(probability=0.25, mode=mode))
@@ -148,9 +148,7 @@ def to_pil(image: torch.Tensor) -> Image.Image:
     return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("magnitude", [0.0, 3.3, 9.0, 9.9])
-@pytest.mark.parametrize("name", TIMM)
+@every(name=TIMM, magnitude="0.0, 3.3, 9.0, 9.9", sign="1, -1")
 def test_timm_policy_equals_timm(
     name: str, magnitude: float, sign: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,8 +165,7 @@ def test_timm_policy_equals_timm(
             assert off_by(own, reference(to_pil(image))) <= 1
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@words(name="rotate shear_x shear_y translate_x translate_y")
+@every(name="rotate, shear_x, shear_y, translate_x, translate_y", sign="1, -1")
 def test_fill_and_resampling_are_those_of_timms_training(
     name: str, sign: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +216,7 @@ def _blend(gray: np.ndarray | float, image: np.ndarray, factor: float) -> np.nda
     return np.trunc(np.clip(gray + factor * (image - gray), 0, 255))
 
 
-@pytest.mark.parametrize("magnitude", [0.0, 2.0, 10.0, 15.0, 20.0])
+@every(magnitude="0.0, 2.0, 10.0, 15.0, 20.0")
 def test_augreg_levels(magnitude: float) -> None:
     image = photo(224, seed=5)
     x = image.numpy().astype(np.float64)
@@ -247,7 +244,7 @@ def test_augreg_levels(magnitude: float) -> None:
         assert np.abs(own - levels).max() <= allowed, name
 
 
-@pytest.mark.parametrize("sign", [1, -1])
+@every(sign="1, -1")
 def test_augreg_geometry_is_nearest_neighbour(sign: int) -> None:
     """Pixel by pixel: centres at whole numbers, sheared about the first, turned about the middle;
     100 pixels and 30 degrees at magnitude 10 (9.7 here: 10 puts every tenth row half way)."""

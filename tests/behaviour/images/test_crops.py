@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.support.corpora.image_samples import encoded, photograph
+from tests.support.tables import every, rows
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images.crops import (
     CropBox,
@@ -35,7 +36,7 @@ NOISE = Image.fromarray(
 )
 
 
-@pytest.mark.parametrize("draw_box", [random_crop_box, tf_crop_box])
+@every(draw_box=[random_crop_box, tf_crop_box])
 @given(
     width=st.integers(1, 300),
     height=st.integers(1, 300),
@@ -118,7 +119,12 @@ def plain_crop(pixels_HW3: torch.Tensor, *, size: int, key: int) -> torch.Tensor
     return reflected(crop, right=right, down=down)
 
 
-@pytest.mark.parametrize("width, height", [(24, 16), (16, 21), (16, 16)])
+@rows("""
+- [width, height]
+- [24, 16]
+- [16, 21]
+- [16, 16]
+""")
 def test_plain_crop_is_a_crop_of_the_reflected_image(width: int, height: int) -> None:
     """DeiT-III's: RandomCrop(size, padding=4, padding_mode="reflect"), every offset as likely."""
     generator = torch.Generator().manual_seed(0)

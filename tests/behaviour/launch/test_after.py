@@ -30,7 +30,7 @@ from launch.jobs.attempts import (
     read_attempts,
 )
 from launch.jobs.states import format_size
-from tests.support.tables import rows
+from tests.support.tables import every, rows
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.events import (
     EVENTS_NAME,
@@ -281,7 +281,7 @@ ROWS = yaml.safe_load("""
 """)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@every(row=ROWS)
 def test_restarts_have_limits(row: list[str]) -> None:
     *endings, follows = row
     pairs = [each.split() for each in endings]
@@ -409,9 +409,8 @@ def test_the_next_attempt_closes_one_without_an_end(tmp_path: Path) -> None:
     assert (second.number, second.restart, second.ended) == (2, 1, None)
 
 
-@pytest.mark.parametrize(
-    "rest",
-    [b'{"event": "attempt", "number": 7', b'{"event": "attempt", "number": 3}\n'],
+@every(
+    rest=[b'{"event": "attempt", "number": 7', b'{"event": "attempt", "number": 3}\n']
 )
 def test_a_damaged_line_hides_no_other(tmp_path: Path, rest: bytes) -> None:
     first = begin(tmp_path)

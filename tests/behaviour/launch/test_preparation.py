@@ -16,7 +16,7 @@ import yaml
 from launch.jobs.preparation import check_job, job_folder, prepare_job, submitting
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, _say_once, sbatch_text, submit_to_slurm
-from tests.support.tables import refused
+from tests.support.tables import every, refused
 from vitscale.config.errors import UserError
 from vitscale.config.packaged import RECORD_NAME, source_version
 from vitscale.runs.data_prep import DataPrepRun
@@ -160,7 +160,7 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
         prepare_job(run, cluster="slurm")
 
 
-@pytest.mark.parametrize("mark", ["%", ":", "\\"])
+@every(mark=["%", ":", "\\"])
 def test_sbatch_reads_no_folder_otherwise(mark, tmp_path, monkeypatch) -> None:
     (tmp_path / f"a{mark}b").mkdir()
     monkeypatch.chdir(tmp_path / f"a{mark}b")

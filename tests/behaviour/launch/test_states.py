@@ -30,7 +30,7 @@ from launch.jobs.states import (
 )
 from tests.support.levels import skip_or_fail
 from tests.support.run_folders import logged_run
-from tests.support.tables import refused, rows
+from tests.support.tables import every, refused, rows
 from vitscale.config.errors import UserError
 from vitscale.distributed.events import (
     FAILED,
@@ -141,7 +141,7 @@ def test_a_complete_run_is_finished(run: RunFolder) -> None:
 LAST = "done/finished|stopped/stopped|ended by SLURM/stopped|failed/failed|/failed"
 
 
-@pytest.mark.parametrize("case", LAST.split("|"))
+@every(case=LAST.split("|"))
 def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, case: str) -> None:
     ending, state = case.split("/")
     run.log(10)
@@ -310,7 +310,7 @@ stopped requeued|PREEMPTED None|job 4711 was preempted (PREEMPTED) before the ru
 LIBRARIES = ("/usr/lib/*/slurm-wlm/libslurmfull.so", "/usr/lib*/slurm/libslurmfull.so")
 
 
-@pytest.mark.parametrize("case", TO_DO.splitlines())
+@every(case=TO_DO.splitlines())
 def test_a_job_that_waits_says_what_to_do(run: RunFolder, case: str) -> None:
     state, reason, to_do = case.split("|")
     waiting = job(state, reason=None if reason == "None" else reason)
@@ -336,7 +336,7 @@ def test_slurm_has_no_reason_without_advice() -> None:
         assert each.has_ended or (to_do and "ask an" not in to_do), each
 
 
-@pytest.mark.parametrize("case", ENDS.splitlines())
+@every(case=ENDS.splitlines())
 def test_an_end_that_no_attempt_has_recorded_is_explained(
     run: RunFolder, case: str
 ) -> None:
@@ -358,8 +358,7 @@ def test_an_attempt_that_follows_the_submission_counts(run: RunFolder) -> None:
         assert ("rank 1 was killed" in run.line()) == is_later
 
 
-@pytest.mark.parametrize("here_ahead", [-300, 0, 300])
-@pytest.mark.parametrize("node_ahead", [-300, 0, 300])
+@every(node_ahead="-300, 0, 300", here_ahead="-300, 0, 300")
 def test_clocks_that_differ_change_no_age(
     run: RunFolder, here_ahead: int, node_ahead: int
 ) -> None:
@@ -631,7 +630,7 @@ after|done|yes
 """
 
 
-@pytest.mark.parametrize("case", ASKED.splitlines())
+@every(case=ASKED.splitlines())
 def test_slurm_is_asked_only_for_runs_without_an_end(
     case: str, squeue: Path, tmp_path: Path
 ) -> None:

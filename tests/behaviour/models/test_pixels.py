@@ -23,7 +23,7 @@ from timm.models import get_pretrained_cfg
 
 import vitscale
 from tests.support.engine.small_models import export, small_model
-from tests.support.tables import Values, refused, rows, words
+from tests.support.tables import Values, every, refused, rows
 from vitscale.evaluation.api import Preprocess
 from vitscale.evaluation.trained_model import Preprocessing, open_model
 from vitscale.models.settings import TimmSettings, ViTSettings
@@ -220,8 +220,7 @@ def timm_folder(folder: Path, config: Values, *, is_old: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("is_old", [False, True])
-@pytest.mark.parametrize("config", CONFIGS)
+@every(config=CONFIGS, is_old="false, true")
 def test_pixels_are_those_of_timm(tmp_path: Path, config: Values, is_old: bool) -> None:
     folder = timm_folder(tmp_path, config, is_old=is_old)
     theirs = create_transform(**resolve_data_config({}, pretrained_cfg=config))
@@ -305,7 +304,7 @@ def trained_by_timm(path: Path, arguments: Values, **more: Any) -> Any:
 - [{gp: avg}]
 - [{model_kwargs: {embed_dim: 32, depth: 1, img_size: 32, num_heads: 4, act_layer: gelu_tanh}}]
 """)
-@pytest.mark.parametrize("as_timm", [False, True])
+@every(as_timm="false, true")
 def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
     tmp_path: Path, change: Values, as_timm: bool
 ) -> None:
@@ -336,7 +335,7 @@ def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
     )
 
 
-@words(key="state_dict_ema model_ema")
+@every(key="state_dict_ema, model_ema")
 def test_the_average_is_taken_as_for_runs(tmp_path: Path, key: str) -> None:
     """`auto` takes it where there is one, as timm's create_model does."""
     path = tmp_path / "last.pth.tar"
@@ -360,8 +359,8 @@ def test_the_average_is_taken_as_for_runs(tmp_path: Path, key: str) -> None:
         open_model(str(tmp_path / "raw.safetensors"), weights="ema")
 
 
-@words(prefix="_orig_mod. module._orig_mod. _orig_mod.module. model._orig_mod.")
-@words(suffix=".pth .safetensors")
+@every(prefix="_orig_mod., module._orig_mod., _orig_mod.module., model._orig_mod.")
+@every(suffix=".pth, .safetensors")
 def test_names_of_compiled_models_are_read(
     tmp_path: Path, prefix: str, suffix: str
 ) -> None:

@@ -17,7 +17,7 @@ from timm.optim import param_groups_layer_decay
 from pretrain.run import PretrainRun
 from tests.support.engine.small_models import export, small_model
 from tests.support.engine.subjects import WORLD
-from tests.support.tables import refused, rows, words
+from tests.support.tables import every, refused, rows
 from vitscale.evaluation.trained_model import open_model
 from vitscale.models import costs
 from vitscale.models.interface import round_weights
@@ -65,7 +65,7 @@ def images(size: int = SIZE) -> torch.Tensor:
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every(name=NAMES)
 @torch.no_grad()
 def test_outputs_and_costs_are_those_of_timm(name: str) -> None:
     model, own = built(name).eval(), plain(name).eval()
@@ -85,7 +85,7 @@ def test_flops_of_a_transformer_are_those_of_the_formula() -> None:
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every(name=NAMES)
 def test_the_seed_gives_the_weights(name: str) -> None:
     first, same, other = (built(name, seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(first[key], same[key]) for key in first)
@@ -94,7 +94,7 @@ def test_the_seed_gives_the_weights(name: str) -> None:
     assert torch.equal(new(images()), torch.full((2, 5), -10.0))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every(name=NAMES)
 def test_rates_and_decay_by_layer_are_those_of_timm(name: str) -> None:
     model = built(name)
     arch = TimmSettings(model=name, image_size=SIZE).resolved(num_classes=5)
@@ -121,7 +121,7 @@ def test_rates_and_decay_by_layer_are_those_of_timm(name: str) -> None:
         assert chosen(ours)[key] == pytest.approx(values)
 
 
-@words(name="test_convnext test_efficientnet_gn")
+@every(name="test_convnext, test_efficientnet_gn")
 @torch.no_grad()
 def test_images_have_channels_last_on_a_gpu_and_stay_so(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -144,7 +144,7 @@ def test_images_have_channels_last_on_a_gpu_and_stay_so(
     assert len(layouts) > 3 and all(layouts)
 
 
-@words(family="vit timm")
+@every(family="vit, timm")
 def test_weights_are_rounded_once_for_bf16(family: str) -> None:
     """A batch converts pixels, to fp32 and to bf16, and no weight."""
     loaded = small_model(family)
@@ -203,7 +203,7 @@ def test_what_timm_saved_is_read(tmp_path: Path) -> None:
     assert "assumed mean=(0.5, 0.5, 0.5)" in file.source
 
 
-@words(name="test_convnext test_vit test_vit_relpos")
+@every(name="test_convnext, test_vit, test_vit_relpos")
 @torch.no_grad()
 def test_folders_are_read_by_timm_and_here(tmp_path: Path, name: str) -> None:
     """Also at another image size, resampled as timm does."""
@@ -249,7 +249,7 @@ def test_transfer_keeps_all_but_the_classifier(tmp_path: Path) -> None:
     assert "init_patch" not in str(caught.value)
 
 
-@words(name="test_vit test_vit2 vit_tiny_patch16_224")
+@every(name="test_vit, test_vit2, vit_tiny_patch16_224")
 def test_patches_of_another_size_are_resized_only_if_asked(
     tmp_path: Path, name: str
 ) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from scipy.ndimage import zoom
 from timm.layers import resample_abs_pos_embed
 
-from tests.support.tables import refused, rows
+from tests.support.tables import every, refused, rows
 from vitscale.models.positions import (
     fixed_positions,
     mae_position_embedding,
@@ -138,7 +138,7 @@ def test_fixed_positions_are_computed_for_the_new_grid() -> None:
     torch.testing.assert_close(*features)
 
 
-@pytest.mark.parametrize("with_position", [True, False])
+@every(with_position="true, false")
 def test_adding_or_removing_the_class_position_keeps_features(
     with_position: bool,
 ) -> None:
@@ -270,8 +270,7 @@ REFERENCES = {
 }
 
 
-@pytest.mark.parametrize("prefix", [0, 2])
-@pytest.mark.parametrize("convention", REFERENCES)
+@every(convention=REFERENCES, prefix="0, 2")
 def test_conventions_equal_independent_references(convention: str, prefix: int) -> None:
     """14 x 14 to the grids of 112 x 448 (as many tokens) and 384 x 512 px, a smaller one, and from
     no square."""

@@ -21,7 +21,7 @@ from torch import nn
 
 from tests.support.engine.small_models import export, small_model
 from tests.support.golden import FOLDER
-from tests.support.tables import Values, refused, rows, words
+from tests.support.tables import Values, every, refused, rows
 from vitscale.evaluation.trained_model import TrainedModel, open_model
 from vitscale.models.costs import num_parameters
 from vitscale.models.settings import ViTSettings
@@ -91,7 +91,7 @@ def test_hugging_face_classifiers_give_their_logits(
 TRUNKS = ("ViT", "ViTMAE", "DeiT", "Dinov2", "Dinov2WithRegisters")
 
 
-@pytest.mark.parametrize("kind", TRUNKS)
+@every(kind=TRUNKS)
 def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> None:
     """The class token; with a distillation token the mean of both, as timm and our exports."""
     config = getattr(transformers, f"{kind}Config")(**SMALL)
@@ -170,7 +170,7 @@ def test_other_vits_of_timm_are_of_its_family(
     assert torch.allclose(found.network(IMAGES), theirs(IMAGES), atol=1e-5)
 
 
-@words(name="deit3_small_patch16_224 vit_small_patch14_reg4_dinov2")
+@every(name="deit3_small_patch16_224, vit_small_patch14_reg4_dinov2")
 def test_a_bare_file_needs_only_its_heads(tmp_path: Path, name: str) -> None:
     """Its width of 32 is of no known model. Positions are resampled to another image size."""
     theirs, path = (
@@ -265,7 +265,7 @@ def test_positions_form_a_square(tmp_path: Path) -> None:
 
 
 # Made once, all parameters random: `google` has the logits of timm's reader, `own` is our export.
-@words(kind="google timm vit deit dinov2 own")
+@every(kind="google, timm, vit, deit, dinov2, own")
 def test_stored_weights_still_give_the_logits_of_their_libraries(kind: str) -> None:
     folder = FOLDER / "weights" / kind
     expected = json.loads((folder / "expected.json").read_text())
@@ -321,7 +321,7 @@ CHUNKED = {n.replace("blocks.0.", "blocks.0.0."): v for n, v in STATE.items()}
     ],
     ids=["mae", "timm", "dino", "dinov2", "parameters", "chunks"],
 )
-@words(kind="zip old")
+@every(kind="zip, old")
 def test_files_of_trainers_load_as_their_weights(
     tmp_path: Path, content: Any, kind: str
 ) -> None:
@@ -367,7 +367,7 @@ class Trap:
 
 
 # torch words it otherwise for modules that it always refuses, such as os.
-@words(kind="zip old os npz")
+@every(kind="zip, old, os, npz")
 def test_pickles_that_run_code_are_refused_unread(tmp_path: Path, kind: str) -> None:
     sprung, path = tmp_path / "sprung", tmp_path / "trap.pth"
     if kind == "npz":
@@ -437,7 +437,7 @@ def weights(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-@pytest.mark.parametrize("names", [["cat"], {"cat": 0}])
+@every(names="[cat], {cat: 0}")
 def test_names_that_are_not_those_of_the_outputs_are_refused(
     weights: Path, names: Any
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tables import every, rows
 from vitscale.optim import optimizers
 from vitscale.optim.optimizers import (
     Bf16MomentumAdamW,
@@ -43,7 +44,11 @@ def test_table_lists_the_state_of_each_optimizer(
     assert num_bytes / weight.numel() == settings.state_bytes_per_parameter
 
 
-@pytest.mark.parametrize(("gradient", "value"), [(3.0, -0.1), (0.0, 0.0)])
+@rows("""
+- [gradient, value]
+- [3.0, -0.1]
+- [0.0, 0.0]
+""")
 def test_lamb_takes_the_step_of_adam_where_a_norm_is_zero(
     gradient: float, value: float
 ) -> None:
@@ -87,7 +92,7 @@ def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps() -> None:
     torch.testing.assert_close(weight.detach().double(), slow, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", MaskedOptimizer.__subclasses__())
+@every(kind=MaskedOptimizer.__subclasses__())
 def test_found_inf_changes_nothing_and_grad_scale_divides(kind: type[Any]) -> None:
     """As the guard asks for; the very first update may be a skipped one."""
     scaled = torch.nn.Parameter(torch.ones(5, 3))

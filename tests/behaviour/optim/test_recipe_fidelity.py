@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
+from tests.support.tables import every
 from vitscale.config.loader import load_run_file, read_yaml
 from vitscale.runs.training import TrainingRun, training_plan
 
@@ -151,7 +150,7 @@ NO_RECIPE = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE["recipes"])
+@every(name=TABLE["recipes"])
 def test_recipe_resolves_to_the_published_numbers(name: str) -> None:
     # YAML has lists and no tuples.
     values = json.loads(json.dumps(resolved(recipe(name))))

@@ -27,6 +27,7 @@ from pretrain.objectives.masked_patches import (
 from pretrain.run import PretrainRun
 from tests.support.reference_losses import masked_autoencoder
 from tests.support.reference_training import Sample
+from tests.support.tables import every, rows
 from vitscale.models import vit
 from vitscale.models.patches import random_orders, to_images, to_patches
 from vitscale.models.positions import mae_position_embedding
@@ -101,14 +102,12 @@ def test_costs_are_those_of_the_parts() -> None:
     assert added == 8 * (2 * (16 + 512) + 8 * 512)
 
 
-@pytest.mark.parametrize(
-    "preset, encoder, decoder, ratio",
-    [
-        ("B/16", 85_647_360, 26_008_320, 0.557),
-        ("L/16", 303_099_904, 26_139_392, 0.337),
-        ("H/14", 630_435_840, 26_178_124, 0.290),
-    ],
-)
+@rows("""
+- [preset, encoder, decoder, ratio]
+- [B/16, 85647360, 26008320, 0.557]
+- [L/16, 303099904, 26139392, 0.337]
+- [H/14, 630435840, 26178124, 0.29]
+""")
 def test_costs_are_those_of_the_published_models(
     preset: str, encoder: int, decoder: int, ratio: float
 ) -> None:
@@ -236,10 +235,7 @@ def test_chance_loses_ln_512() -> None:
     assert (loss.item(), accuracy.item()) == pytest.approx((math.log(512), 1 / 6))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"pool": "gap", "positions": "sincos2d"}, {"num_registers": 2}],
-)
+@every(options="{}, {pool: gap, positions: sincos2d}, {num_registers: 2}")
 def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) -> None:
     """Corrupted image by image, before positions; read from each patch's own token."""
     model = small_model({"image_size": 24, "patch_size": 8, **options}).eval()
@@ -318,8 +314,7 @@ def slow_predictions(
     return torch.stack(predicted)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("normalized", [True, False])
+@every(normalized="true, false", recompute="false, true")
 def test_loss_and_gradients_equal_the_slow_version(
     normalized: bool, recompute: bool
 ) -> None:

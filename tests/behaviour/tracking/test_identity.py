@@ -15,6 +15,7 @@ import yaml
 from mlflow.tracking import MlflowClient
 
 from launch.comparison.runs import load_runs
+from tests.support.tables import every
 from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import read_rows
 from vitscale.tracking.mlflow_sync import MlflowRun, own_record, stored_runs
@@ -90,8 +91,7 @@ def num_runs(store: Store) -> int:
     return int(store.execute("select count(*) from runs").fetchone()[0])
 
 
-@pytest.mark.parametrize("same_name", [True, False])
-@pytest.mark.parametrize("in_mlflow_before", [True, False])
+@every(in_mlflow_before="true, false", same_name="true, false")
 def test_a_copy_that_goes_on_is_another_run(
     same_name: bool,
     in_mlflow_before: bool,

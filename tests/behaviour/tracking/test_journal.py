@@ -22,7 +22,8 @@ from mlflow.utils.validation import (
 )
 
 from tests.contract.tree import ROOT
-from vitscale.config.errors import UserError, UserErrors
+from tests.support.tables import every, refused
+from vitscale.config.errors import UserErrors
 from vitscale.config.redaction import flatten_params, redact, shared_yaml
 from vitscale.tracking import journal as journal_module
 from vitscale.tracking.journal import (
@@ -210,7 +211,7 @@ def test_addresses_are_absolute_or_refused(
         assert absolute_uri(right) == right
     wrong_ones = "sqlite://runs/a.db sqlite:/// sqlight:///a runs/a http file:///"
     for wrong in wrong_ones.split():
-        with pytest.raises(UserError, match="tracking.uri"):
+        with refused("tracking.uri"):
             absolute_uri(wrong)
 
 
@@ -277,7 +278,7 @@ NAMES = "team|a/b|a.b|a b|a:b|a-b_c|train/loss|café|chain.a.seed|what?|a/../b|.
 NAMES += "|.|..||a\tb|a%b|a=b|a,b|a#b|a\x00b|日本"
 
 
-@pytest.mark.parametrize("name", [*NAMES.split("|"), "x" * 250, "x" * 251])
+@every(name=[*NAMES.split("|"), "x" * 250, "x" * 251])
 def test_names_of_tags_are_refused_at_the_start_as_mlflow_would_later(
     name: str,
 ) -> None:

@@ -21,7 +21,7 @@ from launch.comparison.page import render
 from launch.comparison.runs import load_runs
 from launch.comparison.sync import sync
 from tests.support.range_server import Answering, listening
-from tests.support.tables import words
+from tests.support.tables import every
 from vitscale.config.errors import UserError
 from vitscale.config.redaction import short_reason
 from vitscale.tracking.journal import MAX_LINE_BYTES, read_rows
@@ -106,8 +106,8 @@ def holds_secret(page: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-@words(name="pictures/x.png evaluation/x.png evaluation/per_class.csv")
+@every(attack=ATTACKS)
+@every(name="pictures/x.png, evaluation/x.png, evaluation/per_class.csv")
 def test_the_page_shows_files_of_the_run_alone(
     name: str, attack: str, run: Path, secret: Path
 ) -> None:
@@ -137,8 +137,7 @@ def test_the_page_shows_what_is_a_picture_of_at_most_2_mib(run: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-@words(name="pictures/x.png evaluation/a.csv")
+@every(name="pictures/x.png, evaluation/a.csv", attack=ATTACKS)
 def test_mlflow_gets_files_of_the_run_alone(
     name: str,
     attack: str,
@@ -157,13 +156,12 @@ def test_mlflow_gets_files_of_the_run_alone(
     assert [text.partition(": ")[2].partition(": ")[0] for text in said] == [str(path)]
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize(
-    "name",
-    [
+@every(attack=ATTACKS)
+@every(
+    name=[
         *("config.yaml", "journal.jsonl", "events/n1.jsonl", "classes.json"),
         "slurm/1/a.failed_starts",
-    ],
+    ]
 )
 def test_a_record_that_is_no_file_of_the_run_is_one_error(
     name: str,
@@ -261,7 +259,7 @@ FORMS = "file://{} {} file:{} FILE://{} file://localhost{} runs:/abc{} models:/x
 FORMS += " sftp://localhost{} sqlite://{} ../../{}"
 
 
-@pytest.mark.parametrize("form", [*FORMS.split(), " {}", ""])
+@every(form=[*FORMS.split(), " {}", ""])
 def test_no_server_chooses_where_files_are_written(
     form: str, run: Path, tmp_path: Path
 ) -> None:
@@ -292,7 +290,7 @@ def test_no_server_chooses_where_files_are_written(
     assert after == before and (home / "config.yaml").read_text() == "mine: untouched\n"
 
 
-@words(listed="results.md ../../../x /etc/x a/../../x")
+@every(listed="results.md, ../../../x, /etc/x, a/../../x")
 def test_a_server_that_takes_files_itself_gets_them(
     listed: str, run: Path, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tests.support.engine.subjects import WORLD
 from tests.support.reference_losses import supervised
 from tests.support.reference_training import Sample
-from vitscale.config.errors import UserError
+from tests.support.tables import every, refused
 from vitscale.data.loader import Batch
 from vitscale.engine.settings import EngineSettings
 from vitscale.objectives.losses import hard_loss, label_loss
@@ -33,8 +33,7 @@ NAME = "test_efficientnet"
 CLASSES = 5
 
 
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "bce"])
-@pytest.mark.parametrize("shares", [None, (0.7, 0.6, 1.0, 0.0)])
+@every(shares=[None, (0.7, 0.6, 1.0, 0.0)], kind="softmax, sigmoid, bce")
 def test_losses_equal_the_papers_formulas(
     kind: str, shares: tuple[float, ...] | None
 ) -> None:
@@ -186,14 +185,14 @@ def test_a_teachers_classes_are_matched_by_name(
         ("01234", "does not predict 5 of 5 classes"),
         (names[:4], "predicts 5 classes, but the label map has 4"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             opened(safetensors, classes=classes)
 
     # Without names on either side the order has to be the same.
     listed.unlink()
     (message,) = opened(safetensors).messages
     assert message.endswith("by position, since neither side has names")
-    with pytest.raises(UserError, match="outputs are unknown"):
+    with refused("outputs are unknown"):
         opened(safetensors, classes=names)
 
 
@@ -240,7 +239,7 @@ def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path: Path) -> No
         network: Any = each.model.network
         for block in network.blocks:
             assert (block._compiled_call_impl is not None) == is_compiled
-    with pytest.raises(UserError, match="predicts 5 classes, but the label map has 7"):
+    with refused("predicts 5 classes, but the label map has 7"):
         opened(path, model="test_vit", classes="0123456")
-    with pytest.raises(UserError, match="timm cannot run test_vit on images of 65 px"):
+    with refused("timm cannot run test_vit on images of 65 px"):
         opened(path, model="test_vit", image_size=65)

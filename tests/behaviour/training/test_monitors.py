@@ -15,7 +15,7 @@ import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.engine.subjects import WORLD
-from vitscale.config.errors import UserError
+from tests.support.tables import every, refused, rows
 from vitscale.data.order import rank_batches
 from vitscale.data.samples import Unreadable
 from vitscale.data.settings import DataSettings
@@ -135,9 +135,7 @@ def test_too_many_unreadable_samples_end_the_run(ranks: Ranks) -> None:
     monitor = ranks.unreadable(0.01)
     ranks.report(monitor, lost(*range(10)))  # 10 of an epoch of 1,000
     ranks.report(monitor, lost(11), num_seen=2000)  # 11 of 2,000 seen
-    with pytest.raises(
-        UserError, match=r"(?s)0\.tar: 12 samples.*the last: 'key 0 of 0'"
-    ):
+    with refused(r"(?s)0\.tar: 12 samples.*the last: 'key 0 of 0'"):
         ranks.report(monitor, [], lost(0), num_seen=20)
 
 
@@ -148,17 +146,15 @@ def test_samples_replaced_before_a_resume_count(ranks: Ranks) -> None:
     # The limit is of an epoch, 10 samples.
     lines = ranks.report(monitor, lost(5))
     assert lines[-1] == "step 10: 10 samples replaced since step 0"
-    with pytest.raises(UserError, match="11 samples could not be read, more than "):
+    with refused("11 samples could not be read, more than "):
         ranks.report(monitor, lost(6))
 
 
-@pytest.mark.parametrize(
-    ("rank", "expected"),
-    [
-        (0, ["'train-00003'", "'train-00001'"]),
-        (1, ["number 3 of 'train'", "number 1 of 'train'"]),
-    ],
-)
+@rows("""
+- [rank, expected]
+- [0, ['''train-00003''', '''train-00001''']]
+- [1, [number 3 of 'train', number 1 of 'train']]
+""")
 def test_the_index_is_read_on_the_rank_that_prints_alone(
     tmp_path: Path, rank: int, expected: list[str]
 ) -> None:
@@ -218,9 +214,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Seconds:
     return clock
 
 
-@pytest.mark.parametrize("log_every", [1, 2, 3, 5])
-@pytest.mark.parametrize("evaluate_every", [0, 1, 2, 4])
-@pytest.mark.parametrize("save_every", [3, 100])
+@every(save_every="3, 100", evaluate_every="0, 1, 2, 4", log_every="1, 2, 3, 5")
 def test_rates_leave_out_evaluations_and_saves(
     monkeypatch: pytest.MonkeyPatch,
     clock: Seconds,
@@ -321,7 +315,7 @@ def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks) -> N
     assert ranks.lines[1].endswith(f"the gradient was not finite; samples {samples}")
 
 
-@pytest.mark.parametrize("scale", [None, 1.0])
+@every(scale="null, 1.0")
 def test_too_many_skipped_updates_in_a_row_end_the_run(
     ranks: Ranks, scale: float | None
 ) -> None:
@@ -330,13 +324,11 @@ def test_too_many_skipped_updates_in_a_row_end_the_run(
     # Nine are allowed, and ten with a loss scale that can still fall.
     monitor.update(health(9, longest=9), step=20, loss_scale=scale)
     monitor.update(health(19, longest=10), step=20, loss_scale=1024.0)
-    with pytest.raises(
-        UserError, match="10 updates in a row were skipped, the last at step 3"
-    ):
+    with refused("10 updates in a row were skipped, the last at step 3"):
         monitor.update(health(20, longest=10), step=20, loss_scale=scale)
 
 
-@pytest.mark.parametrize("interval", [1, 7, 100, 400])
+@every(interval="1, 7, 100, 400")
 def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
     ranks: Ranks, interval: int
 ) -> None:
@@ -344,7 +336,7 @@ def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
     many = ranks.skipped()
     for step in range(interval, 801, interval):
         few.update(health(step // 20), step=step, loss_scale=None)
-    with pytest.raises(UserError, match=r"of the last \d+ updates were skipped"):
+    with refused(r"of the last \d+ updates were skipped"):
         for step in range(interval, 401, interval):
             many.update(health(step // 2), step=step, loss_scale=None)
     assert step == max(interval, {1: 22, 7: 28}.get(interval, 0))

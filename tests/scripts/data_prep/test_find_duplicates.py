@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 from tests.support.corpora.image_corpus import ledger, make_shards, run_script
 from tests.support.corpora.image_samples import encoded, rotated
 from tests.support.corpora.shard_folders import photo
+from tests.support.tables import every
 from vitscale.data.index import read_manifest, sample_keys
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
@@ -109,7 +110,7 @@ def test_without_similar_only_equal_bytes_are_copies(made: tuple[Path, Path]) ->
     assert not shards.with_name("shards-duplicates").joinpath("pairs.png").exists()
 
 
-@pytest.mark.parametrize("as_shards", [False, True])
+@every(as_shards="false, true")
 def test_images_of_an_evaluation_set_are_found(
     as_shards: bool, made: tuple[Path, Path], tmp_path: Path
 ) -> None:

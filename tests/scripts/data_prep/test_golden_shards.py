@@ -21,6 +21,7 @@ from tests.support.corpora import image_corpus
 from tests.support.corpora.external_tars import tar_bytes, write_tars
 from tests.support.corpora.image_corpus import run_script
 from tests.support.golden import FOLDER, Golden
+from tests.support.tables import every
 
 HELD_OUT = ("source.splits={}", "source.holdout_fraction=0.3", "shards.min_shards=2")
 IMAGES = FOLDER / "images"
@@ -136,7 +137,7 @@ def contents(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "held out"])
+@every(kind=[*KINDS, "held out"])
 def test_shards_keep_their_bytes(kind: str, golden: Golden, tmp_path: Path) -> None:
     source, shards = tmp_path / "in", tmp_path / "out"
     if kind == "held out":

@@ -20,6 +20,7 @@ from tests.support.corpora.image_corpus import (
     make_shards,
 )
 from tests.support.levels import by_level
+from tests.support.tables import every
 from tests.support.waiting import PATIENCE_S
 
 
@@ -96,9 +97,7 @@ def test_work_begun_with_other_settings_is_not_gone_on_with(tmp_path: Path) -> N
     assert (folder / "settings.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize(
-    "change", by_level(["content", "removed"], fast=["content"], slow=["removed"])
-)
+@every(change=by_level(["content", "removed"], fast=["content"], slow=["removed"]))
 def test_a_source_that_changes_meanwhile_is_refused(
     change: str, tmp_path: Path
 ) -> None:

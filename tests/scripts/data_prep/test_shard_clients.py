@@ -20,6 +20,7 @@ from tests.support.corpora.image_samples import decoded
 from tests.support.corpora.indexing import index
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.levels import by_level
+from tests.support.tables import every
 from vitscale.data.index import read_manifest, read_split
 
 # Key, label and BLAKE3 of the image's bytes, equal for all readers.
@@ -99,9 +100,7 @@ def test_webdataset_reads_the_indexed_samples(shards: Shards) -> None:
         assert found == shards.indexed(split)
 
 
-@pytest.mark.parametrize(
-    "streaming", by_level([False, True], fast=[True], slow=[False])
-)
+@every(streaming=by_level([False, True], fast=[True], slow=[False]))
 def test_hugging_face_datasets_reads_the_indexed_samples(
     digits: Shards, streaming: bool, tmp_path: Path
 ) -> None:

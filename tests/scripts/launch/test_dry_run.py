@@ -10,6 +10,7 @@ import pytest
 from launch.planning.dry_run import slurm_check
 from tests.scripts.launch.conftest import FakeSlurm
 from tests.support.golden import Golden
+from tests.support.tables import every
 from tests.support.waiting import ROOT
 
 PARTITIONS = """\
@@ -64,7 +65,7 @@ def normal(text: str, slurm: FakeSlurm) -> str:
     return re.sub(r"/code-[0-9a-f]{12}\b", "/code-HASH", text.strip()) + "\n"
 
 
-@pytest.mark.parametrize("name", DRY_RUNS)
+@every(name=DRY_RUNS)
 def test_a_dry_run_shows_the_batch_script(
     name: str, submitted: FakeSlurm, golden: Golden
 ) -> None:

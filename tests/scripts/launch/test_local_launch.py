@@ -16,8 +16,9 @@ import pytest
 from launch.jobs.attempts import Ending, read_attempts
 from launch.jobs.processes import LogTail, run_here
 from launch.jobs.submission import StageJob
+from tests.support.tables import every, refused
 from tests.support.waiting import PATIENCE_S, ROOT, wait_until
-from vitscale.config.errors import FailureKind, UserError
+from vitscale.config.errors import FailureKind
 from vitscale.distributed.processes import is_alive
 
 pytestmark = pytest.mark.distributed
@@ -96,9 +97,8 @@ def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "death",
-    ["raise RuntimeError('out of ideas')", "os.kill(os.getpid(), signal.SIGKILL)"],
+@every(
+    death="raise RuntimeError('out of ideas'), 'os.kill(os.getpid(), signal.SIGKILL)'"
 )
 def test_one_failing_rank_ends_the_others_and_is_named(
     tmp_path: Path, death: str
@@ -128,7 +128,7 @@ def test_one_failing_rank_ends_the_others_and_is_named(
     assert attempt.reason.startswith("rank 1 ")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@every(number=[signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_with_a_checkpoint(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -252,7 +252,7 @@ def test_a_missing_interpreter_is_one_error(tmp_path: Path) -> None:
         script="stage.py", config=str(tmp_path / "c"), run_folder=str(tmp_path)
     )
     stop = SimpleNamespace(is_set=False)
-    with pytest.raises(UserError, match="'/lost/python' cannot be started"):
+    with refused("'/lost/python' cannot be started"):
         run_here(job, python="/lost/python", num_procs=2, stop=stop)  # type: ignore[arg-type]
     assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.FAILED]
 

@@ -13,6 +13,7 @@ import pytest
 from launch.jobs.attempts import read_attempts
 from tests.scripts.launch.conftest import FakeSlurm
 from tests.support.golden import Golden
+from tests.support.tables import every
 from tests.support.waiting import ROOT
 
 # What ranks leave behind: the start of a training of 100 steps, a logged step, its checkpoint.
@@ -70,7 +71,7 @@ KEYS = (
 )
 
 
-@pytest.mark.parametrize("case", STATES.splitlines())
+@every(case=STATES.splitlines())
 def test_status_shows(case: str, slurm: FakeSlurm, golden: Golden) -> None:
     name, ranks, *job = case.split("|")
     answers = any(job)
@@ -129,7 +130,7 @@ FAIL 76|76|no|the training diverged
 """
 
 
-@pytest.mark.parametrize("case", ENDINGS.splitlines())
+@every(case=ENDINGS.splitlines())
 def test_the_end_of_the_ranks_decides(case: str, slurm: FakeSlurm) -> None:
     ranks, code, requeued, text = case.split("|")
     ranks = re.sub(r"FAIL (\d+)", lambda found: FAILED.format(code=found[1]), ranks)

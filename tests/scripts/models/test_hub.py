@@ -22,8 +22,9 @@ from huggingface_hub import constants
 
 from tests.scripts.models.conftest import NPZ, Scripts
 from tests.support.range_server import Answering, listening
+from tests.support.tables import refused
 from vitscale import load_model
-from vitscale.config.errors import StorageError, UserError
+from vitscale.config.errors import StorageError
 from vitscale.evaluation.trained_model import open_model
 from vitscale.tracking.mlflow_sync import read_record
 
@@ -232,7 +233,7 @@ def test_bad_input_is_one_error(
         f"{HF}@v2": "no such revision",
         HF: "has no supported weights",
     }.items():
-        with pytest.raises(UserError, match=f"init={init}: {what}(?s:.*)next: "):
+        with refused(f"init={init}: {what}(?s:.*)next: "):
             open_model(init)
     words = (f"init={NPZ}", "--to", "safetensors")
     for name, token, what in yaml.safe_load("""

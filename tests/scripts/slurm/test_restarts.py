@@ -20,6 +20,7 @@ from tests.scripts.slurm.conftest import (
 )
 from tests.support.levels import skip_or_fail
 from tests.support.runs import SHARDS
+from tests.support.tables import every, rows
 from tests.support.waiting import ROOT
 from vitscale.config.errors import FailureKind
 from vitscale.runs.launching import LaunchSettings
@@ -143,10 +144,12 @@ def test_a_node_that_returns_does_not_end_the_next_attempt(
     assert second.ending is Ending.DONE, first
 
 
-@pytest.mark.parametrize(
-    ("node", "nodes", "missing"),
-    [("n1", 1, "Python"), ("n2", "1-2", "Python"), ("n2", "1-2", "run")],
-)
+@rows("""
+- [node, nodes, missing]
+- [n1, 1, Python]
+- [n2, 1-2, Python]
+- [n2, 1-2, run]
+""")
 def test_a_node_that_cannot_start_a_task_is_left(
     slurm, submit, tmp_path, node, nodes, missing
 ) -> None:
@@ -280,8 +283,8 @@ launch.python={python} engine.compile={compile}
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("node", ["n1", "n2"])
-@pytest.mark.parametrize("lacking", BROKEN_NODES)
+@every(node="n1, n2")
+@every(lacking=BROKEN_NODES)
 def test_a_node_that_lacks_something_is_named_and_left(
     slurm, tmp_path, lacking, node
 ) -> None:

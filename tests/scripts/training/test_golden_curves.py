@@ -11,6 +11,7 @@ from tests.support.golden import Golden
 from tests.support.ranks.fault_runs import wait_all
 from tests.support.ranks.warm_ranks import ROOT, WarmStarter
 from tests.support.runs import CURVES, MIXED, REL, journal, run
+from tests.support.tables import every
 
 pytestmark = pytest.mark.distributed
 
@@ -43,7 +44,7 @@ def test_supervised(supervised: Path, golden: Golden) -> None:
     )
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@every(name=OBJECTIVES)
 def test_objectives_without_labels(
     warm_starter: WarmStarter, tmp_path: Path, golden: Golden, name: str
 ) -> None:
@@ -102,7 +103,7 @@ def printed(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("check", CHECKS)
+@every(check=CHECKS)
 def test_the_engine_on_two_ranks(printed: list[str], check: str) -> None:
     assert all(f"passed: {check}\n" in each for each in printed), "\n".join(printed)
     assert not any("deprecated" in each for each in printed)

@@ -25,6 +25,7 @@ from tests.support.ranks.fault_runs import fault
 from tests.support.ranks.thread_ranks import run_ranks
 from tests.support.ranks.warm_ranks import WarmStarter
 from tests.support.runs import CURVES, MIXED, REL, SHARDS, TINY, journal, run
+from tests.support.tables import every
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
     MANIFEST,
@@ -129,7 +130,7 @@ def test_it_resumes_with_the_golden_losses(
     )
 
 
-@pytest.mark.parametrize("step", [10, 16])
+@every(step="10, 16")
 def test_it_predicts(
     stored: Path, golden: Golden, warm_starter: WarmStarter, tmp_path: Path, step: int
 ) -> None:
@@ -145,8 +146,7 @@ def test_it_predicts(
     golden.json(f"training/predictions/step_{step}.json", rows, rel=REL)
 
 
-@pytest.mark.parametrize("place", ["checkpoints/step-00000010", ""])
-@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+@every(num_ranks="1, 2, 5", place="checkpoints/step-00000010, ''")
 def test_ranks_that_open_it_share_its_verification(
     stored: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, place: str
 ) -> None:

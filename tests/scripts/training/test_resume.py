@@ -38,6 +38,7 @@ from tests.support.ranks.fault_runs import (
     wait_and_end_others,
 )
 from tests.support.ranks.run_states import differences, journal_rows, read_state
+from tests.support.tables import every
 from tests.support.waiting import PATIENCE_S
 from vitscale.distributed.processes import free_port
 from vitscale.objectives.objective import Objective
@@ -92,13 +93,12 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    by_level(
+@every(
+    case=by_level(
         KILLS,
         fast={"in the backward pass"},
         slow=KILLS.keys() - {"in the backward pass", "at start", "before retention"},
-    ),
+    )
 )
 def test_killed_rank(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
     name, stage, rank, place, nth, step = KILLS[case]
@@ -163,7 +163,7 @@ def test_another_layout_goes_on_with_the_same_losses(
 
 
 @slow
-@pytest.mark.parametrize("name", OBJECTIVES)
+@every(name=OBJECTIVES)
 def test_finetuning_starts_from_the_trunk_of_each_objective(
     fault_runs: FaultRuns, tmp_path: Path, name: str
 ) -> None:
@@ -266,13 +266,12 @@ SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    by_level(
+@every(
+    case=by_level(
         SIGNALS,
         fast=["bursts on both ranks"],
         slow=SIGNALS.keys() - {"bursts on both ranks"},
-    ),
+    )
 )
 def test_stop_signals(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
     planted, codes, step = SIGNALS[case]
@@ -311,9 +310,8 @@ LOST: Mapping[str, tuple[int, str, int | None]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    by_level(LOST, fast=["rank 1 stopped"], slow=LOST.keys() - {"rank 1 stopped"}),
+@every(
+    case=by_level(LOST, fast=["rank 1 stopped"], slow=LOST.keys() - {"rank 1 stopped"})
 )
 def test_surviving_rank_ends_and_names_the_other(
     fault_runs: FaultRuns, tmp_path: Path, case: str
@@ -385,7 +383,7 @@ DROPPED = {
 
 
 @slow
-@pytest.mark.parametrize("mutant", DROPPED)
+@every(mutant=DROPPED)
 def test_dropped_state_is_noticed(
     fault_runs: FaultRuns, killed_copy: Path, mutant: str
 ) -> None:

@@ -26,6 +26,7 @@ from tests.support.ranks.fault_runs import (
     wait_for_hold,
 )
 from tests.support.ranks.run_states import differences, journal_rows
+from tests.support.tables import every
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.distributed
@@ -99,7 +100,7 @@ def test_failed_checkpoint_storage_ends_the_run(
         fault_runs.assert_resumes_exactly(tmp_path)
 
 
-@pytest.mark.parametrize("rank", by_level([0, 1], slow=[1]))
+@every(rank=by_level([0, 1], slow=[1]))
 def test_training_goes_on_after_a_save_that_fails_on_one_rank(
     fault_runs: FaultRuns, tmp_path: Path, rank: int
 ) -> None:

@@ -18,6 +18,7 @@ import yaml
 from tests.support.levels import by_level
 from tests.support.ranks.fault_runs import STEPS, FaultRuns, fault, output, wait_all
 from tests.support.ranks.warm_ranks import ROOT
+from tests.support.tables import every
 from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.checkpoint.store import read_tensors
@@ -164,7 +165,7 @@ def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["prepare", "index", "tracker"])
+@every(place="prepare, index, tracker")
 def test_what_all_nodes_lack_is_bad_input(
     fault_runs: FaultRuns, tmp_path: Path, place: str
 ) -> None:
@@ -193,7 +194,7 @@ second job: [output=locked, another job is training in this run folder]
 """)
 
 
-@pytest.mark.parametrize("case", sorted(BAD_INPUT))
+@every(case=sorted(BAD_INPUT))
 def test_bad_input_ends_with_one_clear_message(
     fault_runs: FaultRuns, finished: Path, tmp_path: Path, case: str
 ) -> None:
