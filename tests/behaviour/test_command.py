@@ -20,13 +20,13 @@ from vitscale.config.packaged import CONFIGS, config_names
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def started(monkeypatch) -> list[str]:
     """The script and the words of what was started last."""
     found: list[str] = []
 
@@ -59,22 +59,18 @@ compare sync runs/a -> launch/compare.py sync runs/a
 @pytest.mark.parametrize(
     "words, expected", [line.split(" -> ") for line in STARTED.splitlines()]
 )
-def test_each_command_starts_its_script(
-    words: str, expected: str, started: list[str]
-) -> None:
+def test_each_command_starts_its_script(words: str, expected: str, started: list[str]):
     command.start(words.split())
     assert started == expected.split()
 
 
-def test_the_script_itself_runs_as_a_rank(
-    started: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_itself_runs_as_a_rank(started: list[str], monkeypatch):
     monkeypatch.setenv("RANK", "1")  # torchrun --no-python vitscale pretrain ...
     command.start(["pretrain", "vit_b16"])
     assert started == ["pretrain/main.py", "--config", "vit_b16"]
 
 
-def test_all_commands_have_scripts() -> None:
+def test_all_commands_have_scripts():
     scripts = [
         script for script, _ in [*COMMANDS.values(), *PREPARE.values()] if script
     ]
@@ -96,17 +92,13 @@ def test_all_commands_have_scripts() -> None:
         ("completion", "a word is missing\n.*bash, zsh, fish"),
     ],
 )
-def test_wrong_words_get_a_next_step(
-    words: str, message: str, started: list[str]
-) -> None:
+def test_wrong_words_get_a_next_step(words: str, message: str, started: list[str]):
     with refused(message):
         command.start(words.split())
     assert not started
 
 
-def test_a_copied_configuration_has_its_bases(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_copied_configuration_has_its_bases(capsys):
     command.start(["configs", "copy", "deit3_i1k_b16"])
     copies = ["configs/finetune/deit3_i1k_b16.yaml", "configs/deit3_i1k/b16.yaml"]
     assert capsys.readouterr().out.split() == copies
@@ -123,14 +115,14 @@ def test_a_copied_configuration_has_its_bases(
         command.start(["configs", "copy", "mae/b16"])
 
 
-def test_every_configuration_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_configuration_is_listed(capsys):
     command.start(["configs"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(config_names())
     assert len(lines) > 40 and all(len(line) > 50 and line[-1] == "." for line in lines)
 
 
-def test_help_imports_nothing_slow() -> None:
+def test_help_imports_nothing_slow():
     """Not even pydantic: `vitscale --help` has 0.3 s."""
     shown = "import sys; from vitscale import command; command.start([]); print(*sys.modules)"
     done = subprocess.run(
@@ -151,7 +143,7 @@ def test_help_imports_nothing_slow() -> None:
         ),
     ],
 )
-def test_bash_completes_words(words: str, follower: str) -> None:
+def test_bash_completes_words(words: str, follower: str):
     script = f"""
         vitscale() {{ {sys.executable} -m vitscale.command "$@"; }}
         eval "$(vitscale completion bash)"

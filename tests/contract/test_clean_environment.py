@@ -51,7 +51,7 @@ def become_hostile() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2])
 
 
-def test_a_test_inherits_nothing_of_the_shell_that_starts_it() -> None:
+def test_a_test_inherits_nothing_of_the_shell_that_starts_it():
     done = subprocess.run(
         [sys.executable, "-c", CLEAN, DESCRIBE],
         cwd=ROOT,

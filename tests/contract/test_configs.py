@@ -9,7 +9,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -30,7 +29,7 @@ def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_configs_load_and_are_read_back(tmp_path: Path) -> None:
+def test_configs_load_and_are_read_back(tmp_path):
     resolved = tmp_path / "config.yaml"
     wrong = {}
     for path in CONFIGS:
@@ -47,7 +46,7 @@ def test_configs_load_and_are_read_back(tmp_path: Path) -> None:
     assert not wrong
 
 
-def test_configs_begin_with_a_run_card() -> None:
+def test_configs_begin_with_a_run_card():
     """The card has all lines of CARD, and its command names it."""
     wrong = {}
     for path in CONFIGS:
@@ -67,7 +66,7 @@ def test_configs_begin_with_a_run_card() -> None:
     assert not wrong
 
 
-def test_every_setting_and_group_has_a_docstring() -> None:
+def test_every_setting_and_group_has_a_docstring():
     entries = [
         each for group in settings_reference(ALL_RUN_TYPES).values() for each in group
     ]
@@ -75,7 +74,7 @@ def test_every_setting_and_group_has_a_docstring() -> None:
     assert not [entry.key for entry in entries if not entry.text]
 
 
-def test_configuration_page_is_up_to_date() -> None:
+def test_configuration_page_is_up_to_date():
     page = PAGE.read_text()
     assert renewed(page) == page, "renew it: python -m launch.planning.configuration"
 
@@ -90,7 +89,7 @@ def _versions(name: str) -> dict[str, str]:
     return {canonicalize_name(package): version for package, version in found}
 
 
-def test_the_lock_has_the_versions_last_tested() -> None:
+def test_the_lock_has_the_versions_last_tested():
     locked, tested = _versions("requirements.lock"), _versions("constraints.txt")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {
@@ -104,9 +103,7 @@ def test_the_lock_has_the_versions_last_tested() -> None:
 
 
 @every(name="apptainer, pyxis")
-def test_the_site_files_of_containers_are_valid(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_site_files_of_containers_are_valid(name: str, monkeypatch):
     site = f"containers/{name}.yaml"
     monkeypatch.setenv("VITSCALE_SITE", site)
     command = [sys.executable, "launch/slurm.py", "--config", "configs/vit_h14.yaml"]
@@ -120,6 +117,6 @@ def test_the_site_files_of_containers_are_valid(
     assert f"{site}:3" in shown and "/images/vitscale.s" in shown
 
 
-def test_the_docs_show_the_site_file_of_apptainer() -> None:
+def test_the_docs_show_the_site_file_of_apptainer():
     _, _, settings = (ROOT / "containers/apptainer.yaml").read_text().partition("\n")
     assert settings in (ROOT / "docs/containers.md").read_text()

@@ -81,17 +81,17 @@ def used_names() -> set[str]:
     return names - PUBLIC - OBJECTS.intersection({"_wrapper", "_engine"})
 
 
-def test_every_private_name_is_listed() -> None:
+def test_every_private_name_is_listed():
     assert used_names() == PRIVATE.keys() - {*LOSS_SCALER}
 
 
 @every(name=PRIVATE)
-def test_deepspeed_defines_the_name(name: str) -> None:
+def test_deepspeed_defines_the_name(name: str):
     spec = importlib.util.find_spec("deepspeed")
     assert spec is not None and spec.origin is not None
     assert name in (Path(spec.origin).parent / PRIVATE[name]).read_text()
 
 
-def test_the_names_were_checked_in_the_installed_release() -> None:
+def test_the_names_were_checked_in_the_installed_release():
     assert version("deepspeed") == DEEPSPEED
     assert f'"deepspeed=={DEEPSPEED}"' in (ROOT / "pyproject.toml").read_text()

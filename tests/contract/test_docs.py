@@ -76,7 +76,7 @@ def _is_known(path: str, tracked: set[str]) -> bool:
     return path in tracked or any(known.endswith(f"/{path}") for known in tracked)
 
 
-def test_paths_named_in_docs_exist() -> None:
+def test_paths_named_in_docs_exist():
     tracked = _tracked()
     folders = {path for path in tracked if (ROOT / path).is_dir() and "/" not in path}
     names = {Path(path).name for path in tracked} | EXTERNAL
@@ -100,7 +100,7 @@ def test_paths_named_in_docs_exist() -> None:
     assert not wrong
 
 
-def test_links_in_docs_lead_somewhere() -> None:
+def test_links_in_docs_lead_somewhere():
     wrong = []
     for page in PAGES:
         for link in LINK.findall(page.read_text()):
@@ -113,7 +113,7 @@ def test_links_in_docs_lead_somewhere() -> None:
     assert not wrong
 
 
-def test_lists_begin_after_a_blank_line() -> None:
+def test_lists_begin_after_a_blank_line():
     """GitHub shows other lists too; the site does not, nor blocks in lists indented by two."""
     wrong = []
     for page in PAGES:
@@ -130,7 +130,7 @@ def test_lists_begin_after_a_blank_line() -> None:
     assert not wrong
 
 
-def test_the_docs_list_every_metric() -> None:
+def test_the_docs_list_every_metric():
     pages = [(ROOT / f"docs/{page}.md").read_text() for page in METRIC_PAGES]
     names = re.findall(r"`([^` ]+)`", "\n".join(pages))
     documented = {name for name in names if METRIC.fullmatch(name)}

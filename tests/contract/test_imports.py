@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from tests.contract.tree import ROOT, imports_of, module_files, parsed, scripts
 
 
-def test_package_files_are_empty() -> None:
+def test_package_files_are_empty():
     """But for one, which sets the environment first, and imports what it offers when asked for."""
     filled = [
         m
@@ -25,7 +25,7 @@ def test_package_files_are_empty() -> None:
     assert filled == ["vitscale"] and not imports_of("vitscale") - allowed
 
 
-def test_the_reference_of_trainings_imports_nothing_of_the_product() -> None:
+def test_the_reference_of_trainings_imports_nothing_of_the_product():
     """Nor of DeepSpeed: what both shared would be wrong in both."""
     imported = set()
     for name in ("reference_training", "reference_losses"):
@@ -42,13 +42,13 @@ def test_the_reference_of_trainings_imports_nothing_of_the_product() -> None:
     assert others == torch_alone | {"tests.support.reference_training"}
 
 
-def test_nobody_imports_a_script() -> None:
+def test_nobody_imports_a_script():
     assert not {
         m: found for m in module_files() if (found := imports_of(m) & scripts())
     }
 
 
-def test_pillow_is_told_which_formats_to_open() -> None:
+def test_pillow_is_told_which_formats_to_open():
     """Its other parsers, some of which start programs, never see untrusted bytes."""
     files, opened = [*module_files().values(), *(ROOT / "benchmarks").rglob("*.py")], 0
     for node in itertools.chain.from_iterable(ast.walk(parsed(path)) for path in files):
@@ -65,7 +65,7 @@ COMMAND = re.compile(
 A_PLACE = re.compile(r"\b_?(path|folder|file|uri|output|root)\b")
 
 
-def test_places_in_printed_commands_are_quoted() -> None:
+def test_places_in_printed_commands_are_quoted():
     """A run folder may have spaces, and names that a shell would take apart."""
     quoted = 0
     for path in module_files().values():
@@ -93,7 +93,7 @@ COLLECTIVES = set(
 PLANNED = {"vitscale/distributed/world.py: process_group"}
 
 
-def test_no_collective_runs_while_an_error_unwinds() -> None:
+def test_no_collective_runs_while_an_error_unwinds():
     """The other ranks may be in another collective: both would wait.
 
     Clean-up is what `finally`, `__exit__`, `__del__` and handlers of any error run, and the

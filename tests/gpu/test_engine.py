@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,7 +91,7 @@ def reference_cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("task_name", "machine", "compiled"), reference_cases())
 def test_a_training_is_that_of_the_reference(
     world: World, task_name: str, machine: Machine, compiled: bool
-) -> None:
+):
     training = Training(task_name, machine, world, compiled=compiled)
     training.train(STEPS)
     ours = training.finish()
@@ -105,8 +104,8 @@ def test_a_training_is_that_of_the_reference(
 
 @every(stage="0, 1, 3")
 def test_a_save_waits_for_no_kernel_and_moves_bit_for_bit(
-    world: World, tmp_path: Path, stage: int
-) -> None:
+    world: World, tmp_path, stage: int
+):
     """What a resumed training computes from the same bits may differ in the last ones."""
     first, second = (EngineLoop(task(world, **BF16), world, stage=stage) for _ in "ab")
     losses(first, 0, 3)
@@ -149,7 +148,7 @@ def test_a_save_waits_for_no_kernel_and_moves_bit_for_bit(
         loop.engine.close()
 
 
-def test_peak_memory_is_that_of_the_dry_run(world: World) -> None:
+def test_peak_memory_is_that_of_the_dry_run(world: World):
     """Of B/16 in bf16, compiled, within 10 %; docs/benchmarks.md has larger models."""
     chosen = {"preset": "B/16", "num_classes": 1000}
     loop = EngineLoop(task(world, batch=128, model=chosen, **COMPILED), world)
@@ -166,9 +165,7 @@ def test_peak_memory_is_that_of_the_dry_run(world: World) -> None:
     loop.engine.close()
 
 
-def test_a_task_that_sees_one_gpu_uses_it(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_sees_one_gpu_uses_it(device: str, monkeypatch):
     """As number 0, also as its node's second rank; DeepSpeed takes LOCAL_RANK for the number."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     place |= {
@@ -194,7 +191,7 @@ KERNELS = (
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_attention_kernels_equal_the_formula(device: str, kernel: SDPBackend) -> None:
+def test_attention_kernels_equal_the_formula(device: str, kernel: SDPBackend):
     """Features and gradients in bf16, beside fp32 without a fused kernel."""
     arch = ViTSettings.model_validate(SMALL).resolved(num_classes=10)
     images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(
@@ -216,7 +213,7 @@ def test_attention_kernels_equal_the_formula(device: str, kernel: SDPBackend) ->
         assert 0 < (half - exact).norm() < 0.05 * exact.norm()
 
 
-def test_batches_are_copied_beside_the_kernels_and_stay_until_used(device: str) -> None:
+def test_batches_are_copied_beside_the_kernels_and_stay_until_used(device: str):
     is_pinned, sums, copied = device == "cuda", [], list[torch.cuda.Event]()
 
     class Slow(Batch):

@@ -78,9 +78,7 @@ def installed_wheel(folder: Path) -> tuple[Path, Path]:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1500)
-def test_the_demo_of_a_wheel_learns_and_transfers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_of_a_wheel_learns_and_transfers(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "build").mkdir()
@@ -123,7 +121,7 @@ def test_the_demo_of_a_wheel_learns_and_transfers(
     assert "demo-finetune" in report and "data:image/png;base64" in report
 
 
-def test_at_most_200_images_of_each_class_are_taken(tmp_path: Path) -> None:
+def test_at_most_200_images_of_each_class_are_taken(tmp_path):
     for name, num in (("cat", 450), ("dog", 3), (".cache", 2)):
         (tmp_path / "in" / name / "sub").mkdir(parents=True)
         for number in range(num):
@@ -140,16 +138,14 @@ def test_at_most_200_images_of_each_class_are_taken(tmp_path: Path) -> None:
         link_some(tmp_path / "in/cat/sub", tmp_path / "out")
 
 
-def test_folders_of_one_name_are_different_demos(tmp_path: Path) -> None:
+def test_folders_of_one_name_are_different_demos(tmp_path):
     folders = [tmp_path / "a/photos", tmp_path / "b/photos", tmp_path / "b/photos!"]
     names = {name_of(folder) for folder in folders}
     assert len(names) == 3 and all(name.startswith("demo-photos-") for name in names)
     assert name_of(None) == "demo" and len(name_of(tmp_path / ("x" * 200))) < 100
 
 
-def test_the_demo_takes_classes_and_not_splits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_takes_classes_and_not_splits(tmp_path, capsys):
     for split in ("Train", "val"):
         for name in ("cat", "dog"):
             (tmp_path / "in" / split / name).mkdir(parents=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
@@ -29,7 +28,7 @@ COMMANDS = {
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
-def test_the_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebooks_run(tmp_path, monkeypatch):
     """From top to bottom, one after the other, in a folder without a checkout."""
     monkeypatch.setenv("STEPS", "100")
     for name, num_pictures in NOTEBOOKS.items():
@@ -51,7 +50,7 @@ def test_the_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 @pytest.mark.distributed
 @every(command=COMMANDS)
-def test_benchmark_runs(tmp_path: Path, command: str) -> None:
+def test_benchmark_runs(tmp_path, command: str):
     script, *options = command.split()
     results = tmp_path / "results.json"
     done = subprocess.run(

@@ -134,9 +134,7 @@ def some_or_every(stride: int) -> list[Any]:
 
 
 @every(stride=some_or_every(9))
-def test_save_survives_a_kill_at_any_system_call(
-    strace: str, tmp_path: Path, stride: int
-) -> None:
+def test_save_survives_a_kill_at_any_system_call(strace: str, tmp_path, stride: int):
     found = fault_at_each(strace, tmp_path, "signal=KILL", stride=stride)
     assert {code for code, _ in found} == {-9}
     steps = [step for _, step in found]
@@ -148,13 +146,13 @@ def test_save_survives_a_kill_at_any_system_call(
 @every(stride=some_or_every(4))
 @every(fault="error=ENOSPC, error=EIO")
 def test_save_survives_a_disk_error_at_any_call(
-    strace: str, tmp_path: Path, fault: str, stride: int
-) -> None:
+    strace: str, tmp_path, fault: str, stride: int
+):
     found = fault_at_each(strace, tmp_path, fault, calls=DISK_CALLS, stride=stride)
     assert {code for code, _ in found} <= {0, 2} and (2, 1) in found
 
 
-def test_save_survives_a_disk_full_at_any_point(tmp_path: Path) -> None:
+def test_save_survives_a_disk_full_at_any_point(tmp_path):
     """Room for zero more pages, for one, and so on, until the save fits."""
     refused = 0
     for room in range(20):

@@ -71,9 +71,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @every(damage=["bit flipped", *DAMAGE])
-def test_damaged_newest_falls_back_to_the_one_before(
-    tmp_path: Path, damage: str
-) -> None:
+def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage: str):
     """Without one, the run is refused: starting over would overwrite what may become readable."""
     checkpoints = tmp_path / "checkpoints"
     assert newest_checkpoint(checkpoints) == (None, [])
@@ -100,9 +98,7 @@ def test_damaged_newest_falls_back_to_the_one_before(
     assert checkpoint is not None and checkpoint.step == 2 and complaints == []
 
 
-def test_an_outage_of_storage_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_outage_of_storage_is_no_damage(tmp_path, monkeypatch):
     """A file that cannot be read for a moment is read again; no older step replaces it."""
     for step in (1, 2):
         save(tmp_path, step)
@@ -125,7 +121,7 @@ def test_an_outage_of_storage_is_no_damage(
     assert pauses[-3:] == [0.5, 1.0, 2.0]
 
 
-def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
+def test_any_flipped_bit_is_detected(tmp_path):
     """Each byte in turn with one bit flipped: refused, or (white space) read unchanged."""
     folder = save(tmp_path, 1)
     undamaged = read_checkpoint(folder)
@@ -144,9 +140,7 @@ def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
 
 
 @every(name="../outside.safetensors, /outside.safetensors, .., data.pt")
-def test_manifest_lists_tensor_files_of_its_folder_only(
-    tmp_path: Path, name: str
-) -> None:
+def test_manifest_lists_tensor_files_of_its_folder_only(tmp_path, name: str):
     folder = save(tmp_path, 1)
     (folder.parent / "outside.safetensors").write_bytes(tensor_file(1))
     files = {name: json.loads((folder / MANIFEST).read_text())["files"][RANK_FILE]}
@@ -157,7 +151,7 @@ def test_manifest_lists_tensor_files_of_its_folder_only(
         read_checkpoint(folder)
 
 
-def test_retention_counts_whole_earlier_steps_alone(tmp_path: Path) -> None:
+def test_retention_counts_whole_earlier_steps_alone(tmp_path):
     """The run resumes from before damaged steps: counting them would drop what it commits."""
     for step, damage in (
         (1, None),
@@ -174,9 +168,7 @@ def test_retention_counts_whole_earlier_steps_alone(tmp_path: Path) -> None:
     assert checkpoint is not None and checkpoint.step == 3 and len(complaints) == 2
 
 
-def test_files_are_verified_from_disk_before_the_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_verified_from_disk_before_the_commit(tmp_path, monkeypatch):
     """The page cache would return what was written, not what the disk holds."""
     dropped: list[Path] = []
 
@@ -192,8 +184,8 @@ def test_files_are_verified_from_disk_before_the_commit(
 
 @every(num_damaged="1, 2")
 def test_ranks_share_the_verification_and_agree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_damaged: int
-) -> None:
+    tmp_path, monkeypatch, num_damaged: int
+):
     checkpoints, num_ranks, hashed = tmp_path / "checkpoints", 5, list[Path]()
     for step in (1, 2):
         run_ranks(

@@ -51,8 +51,8 @@ def refuse(*_: object) -> None:
 
 
 def test_update_waits_for_the_host_copy_and_not_for_the_disk(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, world: World, monkeypatch
+):
     """Copy and disk hang: the save has returned; what changes after the copy is not saved."""
     copying, writing = threading.Event(), threading.Event()
     store = CheckpointStore(tmp_path, keep=2, world=world)
@@ -85,8 +85,8 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
 
 
 def test_next_save_waits_and_raises_the_previous_error(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, world: World, monkeypatch
+):
     store = CheckpointStore(tmp_path, keep=2, world=world)
     tensors = {"model.a": torch.zeros(3)}
     for step in (1, 2):
@@ -117,8 +117,8 @@ def test_next_save_waits_and_raises_the_previous_error(
 
 
 def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, world: World, monkeypatch
+):
     now, said = 0.0, list[str]()
     clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep, time=time.time)
     for module in (store, folders):
@@ -144,11 +144,8 @@ def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
 
 @every(first_is_over="false, true", own_is_over="false, true")
 def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    first_is_over: bool,
-    own_is_over: bool,
-) -> None:
+    tmp_path, monkeypatch, first_is_over: bool, own_is_over: bool
+):
     """Ranks whose clocks are on both sides of it would part."""
     monkeypatch.setattr(folders, "write_new_file", refuse)
     monkeypatch.setattr(atomic_files, "PAUSES_S", ())
@@ -176,8 +173,8 @@ def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
 
 @every(error=[None, OSError(errno.EIO, "I/O error", "journal.jsonl")])
 def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
-    tmp_path: Path, world: World, error: OSError | None
-) -> None:
+    tmp_path, world: World, error: OSError | None
+):
     """And a step is committed even if that fails: nothing but its log lines is at risk."""
     committed: list[list[str]] = []
 
@@ -201,11 +198,8 @@ def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
 
 @every(stop=[None, SystemExit(75), KeyError("other")])
 def test_store_waits_for_its_last_save(
-    tmp_path: Path,
-    world: World,
-    monkeypatch: pytest.MonkeyPatch,
-    stop: BaseException | None,
-) -> None:
+    tmp_path, world: World, monkeypatch, stop: BaseException | None
+):
     """Exit code 75 would claim a checkpoint; another error stays and notes a failed save."""
 
     def save_and_stop() -> None:
@@ -239,8 +233,8 @@ def test_store_waits_for_its_last_save(
     ],
 )
 def test_state_that_is_not_finite_is_not_committed(
-    tmp_path: Path, world: World, dtype: torch.dtype, value: float
-) -> None:
+    tmp_path, world: World, dtype: torch.dtype, value: float
+):
     """One value of many; no run recovers from it, and retention would remove the last good step."""
     before = save(tmp_path, world, step=1)
     store = CheckpointStore(tmp_path, keep=1, world=world)
@@ -259,8 +253,8 @@ def test_state_that_is_not_finite_is_not_committed(
 
 
 def test_save_that_reads_back_differently_is_refused(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, world: World, monkeypatch
+):
     save(tmp_path, world, step=1)
     write = folders.write_new_file
 
@@ -277,9 +271,7 @@ def test_save_that_reads_back_differently_is_refused(
     assert checkpoint is not None and checkpoint.step == 1 and complaints == []
 
 
-def test_init_takes_a_run_or_a_checkpoint_folder(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world: World, monkeypatch):
     folder = save(tmp_path, world, step=4)
     assert resolve_weights(str(tmp_path)) == resolve_weights(str(folder))
     assert resolve_weights(str(folder)) == (read_checkpoint(folder), [])
@@ -299,7 +291,7 @@ def test_init_takes_a_run_or_a_checkpoint_folder(
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     alone = {"errors_on_all_ranks": lambda *_, **__: contextlib.nullcontext()}
     times = {"BEAT_S": 0.02, "SILENT_S": 0.4, "WAIT_S": 1.0, "SETTLE_S": 0.2}
     assert 3 * store.BEAT_S < store.SILENT_S < store.WAIT_S
@@ -314,8 +306,8 @@ def lock(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def test_a_run_folder_that_is_gone_ends_the_process_and_stays_away(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    folder: Path, monkeypatch, capsys
+):
     ended = threading.Event()
     codes = []
     monkeypatch.setattr(
@@ -331,9 +323,7 @@ def test_a_run_folder_that_is_gone_ends_the_process_and_stays_away(
     )
 
 
-def test_a_second_job_is_refused_at_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_job_is_refused_at_once(folder: Path, monkeypatch):
     """Under SLURM it waits first, and may start again."""
     flushed = set()
     monkeypatch.setattr(os, "fsync", lambda file: flushed.add(os.fstat(file).st_ino))
@@ -354,8 +344,8 @@ def test_a_second_job_is_refused_at_once(
 
 @every(has_flock="true, false")
 def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, has_flock: bool
-) -> None:
+    folder: Path, monkeypatch, has_flock: bool
+):
     """Where flock is missing, or does not see other nodes."""
 
     def flock(*_: int) -> None:
@@ -383,12 +373,8 @@ def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
     ],
 )
 def test_of_starts_at_the_same_moment_one_gets_the_folder(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    flock: str,
-    num_starts: int,
-    left_behind: str,
-) -> None:
+    folder: Path, monkeypatch, flock: str, num_starts: int, left_behind: str
+):
     """On as many nodes, which all find it free before any of them has written its name."""
 
     def of_node(*_: int) -> None:

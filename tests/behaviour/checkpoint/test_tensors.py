@@ -34,7 +34,7 @@ def taken(
     return copy.take(tensors)
 
 
-def test_library_reads_what_was_copied(tmp_path: Path) -> None:
+def test_library_reads_what_was_copied(tmp_path):
     tensors = {
         f"{kind}.{dtype}": torch.arange(12).reshape(shape).to(dtype)
         for kind, shape in (("a", (3, 4)), ("b", (12,)), ("c", (2, 1, 6)))
@@ -55,9 +55,7 @@ def test_library_reads_what_was_copied(tmp_path: Path) -> None:
             )
 
 
-def test_pinned_memory_has_the_size_of_the_copy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pinned_memory_has_the_size_of_the_copy(monkeypatch):
     """Pinned by the CUDA runtime, as long as the buffer lives."""
     pinned: dict[int, int] = {}
     runtime = SimpleNamespace(
@@ -80,7 +78,7 @@ def test_pinned_memory_has_the_size_of_the_copy(
     assert not pinned
 
 
-def test_host_memory_is_reused_and_does_not_alias() -> None:
+def test_host_memory_is_reused_and_does_not_alias():
     copy, weights = HostCopy(CPU), torch.ones(100)
     header, data = taken({"a": weights}, copy)
     weights.zero_()
@@ -113,8 +111,8 @@ def write(folder: Path, cuts: list[int]) -> list[Path]:
     count=st.integers(1, 60),
 )
 def test_any_range_is_read_from_any_layout(
-    tmp_path_factory: pytest.TempPathFactory, cuts: list[int], start: int, count: int
-) -> None:
+    tmp_path_factory, cuts: list[int], start: int, count: int
+):
     folder = tmp_path_factory.mktemp("layout")
     count = min(count, 60 - start)
     slices = [

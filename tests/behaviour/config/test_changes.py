@@ -58,7 +58,7 @@ PURPOSES = get_args(Purpose)
 
 
 @every(key=CASES)
-def test_a_difference_counts_for_its_purposes(key: str) -> None:
+def test_a_difference_counts_for_its_purposes(key: str):
     value, purposes = CASES[key]
     group, _, name = key.rpartition(".")
     now = BEFORE | ({group: BEFORE[group] | {name: value}} if group else {key: value})
@@ -77,7 +77,7 @@ def test_a_difference_counts_for_its_purposes(key: str) -> None:
     assert changed and {before for before, _ in changed.values()} == {None}
 
 
-def test_no_difference_is_none_and_shown_values_have_no_secrets() -> None:
+def test_no_difference_is_none_and_shown_values_have_no_secrets():
     for purpose in PURPOSES:
         assert changed_settings(BEFORE, BEFORE, purpose=purpose) == {}
     old, new = (
@@ -88,7 +88,7 @@ def test_no_difference_is_none_and_shown_values_have_no_secrets() -> None:
     }  # fmt: skip
 
 
-def test_every_key_without_effect_exists() -> None:
+def test_every_key_without_effect_exists():
     keys = {
         key
         for run_type in (PretrainRun, EvaluateRun, DataPrepRun)
@@ -175,7 +175,7 @@ https://host/a/b#c
 
 
 @every(form=FORMS.strip("\n").split("\n"))
-def test_secrets_are_removed_in_every_form(form: str) -> None:
+def test_secrets_are_removed_in_every_form(form: str):
     text = "+" + form.replace("%", SECRET).replace(r"\n", "\n")
     shown = redact(text)
     assert SECRET not in shown and redact(shown) == shown
@@ -183,11 +183,11 @@ def test_secrets_are_removed_in_every_form(form: str) -> None:
 
 
 @every(text=KEPT.strip().split("\n"))
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_what_is_no_secret_stays(text: str):
     assert redact(text) == text
 
 
-def test_keys_are_names_that_mlflow_takes() -> None:
+def test_keys_are_names_that_mlflow_takes():
     assert flatten_params({"a//b": 1, "a/../c": 2, "what?": 3}) == {
         "a/b": "1",
         "c": "2",
@@ -196,7 +196,7 @@ def test_keys_are_names_that_mlflow_takes() -> None:
 
 
 @every(run="ab12|a-|a+|?a|\n| \n|token|a://|'|x_password: \n|+ \n".split("|"))
-def test_secrets_are_removed_from_long_runs(run: str) -> None:
+def test_secrets_are_removed_from_long_runs(run: str):
     """In quadratic time, a run of this length would take hours."""
     text = run * (1 << 16)
     assert redact(f"{text}\nHF_TOKEN=abc s3://u:p@h/x\n").endswith(

@@ -19,7 +19,7 @@ CONFIG = "{name: demo, data: {path: s, global_batch: 64}, model: {preset: B/16},
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text(CONFIG + ", schedule: {epochs: 3}}")
 
@@ -32,7 +32,7 @@ def command(*argv: str, **more: Any) -> Command[PretrainRun]:
 
 @every(config="[--config, a.yaml], [--config=a.yaml]")
 @every(rank="[], [--local_rank=1], [--local_rank, '1'], [--local-rank=0]")
-def test_arguments_may_stand_in_any_order(config: list[str], rank: list[str]) -> None:
+def test_arguments_may_stand_in_any_order(config: list[str], rank: list[str]):
     found = command(*rank, "seed=3", *config, "--dry-run", "optim.lr=1e-4")
     assert (found.run.seed, found.run.optim.lr, found.config_path) == (
         3,
@@ -42,7 +42,7 @@ def test_arguments_may_stand_in_any_order(config: list[str], rank: list[str]) ->
     assert found.switches == {"--dry-run"} and command(*config).switches == frozenset()
 
 
-def test_no_configuration_is_answered_with_commands() -> None:
+def test_no_configuration_is_answered_with_commands():
     with pytest.raises(
         UserErrors, match=r"one of\n    first\n    second\n    vitscale x --help"
     ):
@@ -56,7 +56,7 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_lists_groups_or_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_groups_or_settings(capsys):
     short = shown(capsys, "--help")
     assert "  x.py data.path=SHARDS" in short and "--dry-run" in short
     assert "\n  optim          a group with the keys name, lr, " in short
@@ -75,14 +75,14 @@ def test_help_lists_groups_or_settings(capsys: pytest.CaptureFixture[str]) -> No
         command("--help", "optm")
 
 
-def test_options_are_keys() -> None:
+def test_options_are_keys():
     found = command("--config", "a.yaml", "--lr", "2e-3", options={"--lr": "optim.lr"})
     assert found.run.optim.lr == 2e-3
     with refused("command line: argument --lr: expected one argument"):
         command("--config", "a.yaml", "--lr", options={"--lr": "optim.lr"})
 
 
-def test_words_are_the_value_of_their_key() -> None:
+def test_words_are_the_value_of_their_key():
     """Also words that would be no text in YAML."""
     assert command("--config", "a.yaml", "1e5", words_key="output").run.output == "1e5"
     with pytest.raises(UserErrors, match=r"output: \['b', 'c'\] is a list of 2"):
@@ -95,7 +95,7 @@ def test_words_are_the_value_of_their_key() -> None:
     assert found.run.images == ("[b].jpg", "c d.png") and found.config_path is None
 
 
-def test_command_line_and_file_errors_share_one_report() -> None:
+def test_command_line_and_file_errors_share_one_report():
     with pytest.raises(UserErrors) as caught:
         command("--config", "a.yaml", "--dryrun", "seed=x", "lr", "--dry")
     found = [error.text() for error in caught.value.errors]
@@ -108,7 +108,7 @@ def test_command_line_and_file_errors_share_one_report() -> None:
     assert "did you mean --dry-run?" in found[0]
 
 
-def test_a_reader_that_has_enough_is_no_error() -> None:
+def test_a_reader_that_has_enough_is_no_error():
     code = (
         "from vitscale.config.errors import run_script\n"
         "run_script(lambda: [print('x' * 1000) for _ in range(10_000)])"
@@ -118,7 +118,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     assert (done.stdout.split(), done.stderr) == (["1001", "1"], "")
 
 
-def test_a_pipe_other_than_the_output_still_fails() -> None:
+def test_a_pipe_other_than_the_output_still_fails():
     def fail() -> None:
         raise BrokenPipeError("of a worker")
 

@@ -47,7 +47,7 @@ schedule:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch) -> Path:
     """A folder with one valid run file, as the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text(VALID)
@@ -77,7 +77,7 @@ SCALARS = {
 }  # fmt: skip
 
 
-def test_scalars_resolve_to_typed_values() -> None:
+def test_scalars_resolve_to_typed_values():
     found = {text: value_of(text) for text in SCALARS}
     assert repr(found) == repr(SCALARS)
 
@@ -100,14 +100,14 @@ REFUSED = r"""
 
 
 @rows(REFUSED.replace("DEEP", f"'{'[' * 5000}'"))
-def test_unsupported_yaml_is_refused(text: str, message: str) -> None:
+def test_unsupported_yaml_is_refused(text: str, message: str):
     with pytest.raises(UserError) as caught:
         read_yaml(text, name="x")
     assert caught.value.text().startswith(message)
 
 
 @every(text=r"sqlite:///x.db|a: b|a # b|*x|!x|C:\x|- a".split("|"))
-def test_text_on_the_command_line_needs_no_quotes(text: str) -> None:
+def test_text_on_the_command_line_needs_no_quotes(text: str):
     assert read_override(f"g.k={text}").values == {"g": {"k": text}}
 
 
@@ -122,12 +122,12 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_written_values_are_read_back(value: Any) -> None:
+def test_written_values_are_read_back(value: Any):
     assert repr(value_of(yaml_flow(value))) == repr(value)
 
 
 @given(st.text(max_size=60))
-def test_any_text_gives_values_or_errors(text: str) -> None:
+def test_any_text_gives_values_or_errors(text: str):
     try:
         read_yaml(text, name="x")
     except UserError as error:
@@ -153,16 +153,14 @@ def test_any_text_gives_values_or_errors(text: str) -> None:
         (b"base: .\n", "b.yaml:1: base: cannot be read: Is a directory"),
     ],
 )
-def test_unreadable_file_is_one_error(here: Path, data: bytes, message: str) -> None:
+def test_unreadable_file_is_one_error(here: Path, data: bytes, message: str):
     (here / "b.yaml").write_bytes(data)
     (error,) = errors_of("b.yaml")
     assert error.startswith(message)
 
 
 @every(data=[b"", b"# nothing\n"])
-def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(
-    here: Path, data: bytes
-) -> None:
+def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(here: Path, data: bytes):
     (here / "b.yaml").write_bytes(data)
     missing = [text.splitlines()[0].split(": ")[1] for text in errors_of("b.yaml")]
     assert missing == ["name", "data", "model", "optim", "schedule"]
@@ -176,7 +174,7 @@ def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(
 # ---- layers -----------------------------------------------------------------------------------
 
 
-def test_command_line_beats_file_beats_base_beats_default(here: Path) -> None:
+def test_command_line_beats_file_beats_base_beats_default(here: Path):
     (here / "sub").mkdir()
     (here / "sub/b.yaml").write_text(
         "base: ../a.yaml\noptim:\n  lr: 2e-3\ndata: {path: b}\n"
@@ -195,9 +193,7 @@ def test_command_line_beats_file_beats_base_beats_default(here: Path) -> None:
     assert ("seed",) not in places
 
 
-def test_the_site_file_is_above_defaults_and_below_files(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_site_file_is_above_defaults_and_below_files(here: Path, monkeypatch):
     monkeypatch.delenv("VITSCALE_SITE", raising=False)
     monkeypatch.setenv("HOME", str(here))
     assert load_run(PretrainRun, "a.yaml").run.launch.partition is None
@@ -223,8 +219,8 @@ def test_the_site_file_is_above_defaults_and_below_files(
 
 
 def test_mistakes_in_the_site_file_are_reported_with_their_place(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    here: Path, monkeypatch
+):
     site = here / "site.yaml"
     monkeypatch.setenv("VITSCALE_SITE", str(site))
     site.write_text(
@@ -270,7 +266,7 @@ BASE = {
 """)
 def test_a_choice_inherits_what_its_group_has(
     here: Path, base: str, child: str, expected: dict[str, Any]
-) -> None:
+):
     for name, text in BASE.items():
         (here / f"{name}.yaml").write_text(text if name == "mae" else VALID + text)
     (here / "child.yaml").write_text(f"base: {base}.yaml\nobjective: {child}\n")
@@ -282,12 +278,12 @@ def test_a_choice_inherits_what_its_group_has(
     assert load_run(PretrainRun, f"{base}.yaml", overrides=[override]).run == loaded.run
 
 
-def test_a_group_of_no_name_has_the_default_one_which_nobody_set(here: Path) -> None:
+def test_a_group_of_no_name_has_the_default_one_which_nobody_set(here: Path):
     model = load_run(PretrainRun, "a.yaml").run.model
     assert model.name == "vit" and model.model_fields_set == {"preset"}
 
 
-def test_a_key_missing_in_a_replaced_list_is_placed_in_the_new_list(here: Path) -> None:
+def test_a_key_missing_in_a_replaced_list_is_placed_in_the_new_list(here: Path):
     mixture = "data:\n  mixture:\n    - {path: b, share: 0.5}\n"
     (here / "b.yaml").write_text("base: a.yaml\n" + mixture)
     (here / "c.yaml").write_text("base: b.yaml\ndata:\n  mixture:\n\n  - {path: c}\n")
@@ -324,9 +320,7 @@ CHANGES = st.tuples(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(CHANGES, min_size=1, max_size=4))
-def test_any_configuration_is_a_valid_run_or_a_user_error(
-    here: Path, changes: Any
-) -> None:
+def test_any_configuration_is_a_valid_run_or_a_user_error(here: Path, changes: Any):
     """Valid values, but for up to four that are dropped, misspelt, of another type or extreme."""
     tree = copy.deepcopy(TREE)
     for path, value, typo in changes:
@@ -348,9 +342,7 @@ def test_any_configuration_is_a_valid_run_or_a_user_error(
 
 
 @every(text="'007', 1e3, '0.50', '1.0', 'true', 'TRUE'")
-def test_the_advice_to_quote_shows_a_value_as_it_was_written(
-    text: str, tmp_path: Path
-) -> None:
+def test_the_advice_to_quote_shows_a_value_as_it_was_written(text: str, tmp_path):
     """Another text would name another class."""
     (tmp_path / "a.yaml").write_text(VALID)
     listed = VALID.replace(
@@ -400,7 +392,7 @@ def holds_text(node: dict[str, Any]) -> bool:
     return any(isinstance(each, dict) and holds_text(each) for each in inner)
 
 
-def test_every_text_is_known_as_a_path_or_as_none() -> None:
+def test_every_text_is_known_as_a_path_or_as_none():
     """A new setting with a path is expanded, or this fails."""
     texts = {
         setting.key
@@ -414,9 +406,7 @@ def test_every_text_is_known_as_a_path_or_as_none() -> None:
     assert texts - NO_PATHS == paths
 
 
-def test_homes_are_expanded_in_every_path_and_nowhere_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_homes_are_expanded_in_every_path_and_nowhere_else(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/mé x")
     file = tmp_path / "a.yaml"
     file.write_text(
@@ -439,9 +429,7 @@ def test_homes_are_expanded_in_every_path_and_nowhere_else(
     assert (predict.init, predict.output) == ("/home/mé x/runs/a", "/home/mé x/x.csv")
 
 
-def test_files_are_found_below_the_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_found_below_the_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.yaml").write_text("output: ~/x\nsource: {path: a}\n")
     (tmp_path / "a.yaml").write_text("base: ~/base.yaml\nstage: data_prep\n")

@@ -55,7 +55,7 @@ def edit_manifest(folder: Path, **changes: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards(tmp_path_factory) -> Path:
     """20 samples of 2 classes in 3 tars, and a split `test` of 4 samples stored before them."""
     folder, lengths = (
         tmp_path_factory.mktemp("set") / "a",
@@ -66,7 +66,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(shards: Path, tmp_path: Path) -> Path:
+def copy(shards: Path, tmp_path) -> Path:
     return shutil.copytree(shards, tmp_path / "copy")
 
 
@@ -77,7 +77,7 @@ def keys(index: SplitIndex) -> list[str]:
 NAMES = [f"train-c{number % 2}-{number}" for number in range(20)]
 
 
-def test_a_split_is_read_without_the_others(shards: Path) -> None:
+def test_a_split_is_read_without_the_others(shards: Path):
     index = read_split(shards, split="train")
     rows = pq.read_table(shards / INDEX_NAME).to_pylist()[4:]
     assert index.shard_of.tolist() == [0] * 7 + [1] * 7 + [2] * 6
@@ -89,7 +89,7 @@ def test_a_split_is_read_without_the_others(shards: Path) -> None:
     assert keys(index) == NAMES
 
 
-def test_columns_are_as_narrow_as_their_values() -> None:
+def test_columns_are_as_narrow_as_their_values():
     for value, dtype in (
         (-1, "int8"),
         (21_842, "int16"),
@@ -101,7 +101,7 @@ def test_columns_are_as_narrow_as_their_values() -> None:
 
 
 @pytest.fixture
-def many_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def many_groups(tmp_path, monkeypatch) -> Path:
     """41 samples of `train` and 9 of `test`, in row groups of four."""
     monkeypatch.setattr(index_files, "ROW_GROUP_ROWS", 4)
     make_shard_folder(tmp_path / "set", lengths={"test": (9,), "train": (20, 21)})
@@ -112,7 +112,7 @@ def many_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @every(seed=range(4), split="test, train")
 def test_keys_of_any_samples_are_those_of_the_table(
     many_groups: Path, split: str, seed: int
-) -> None:
+):
     rows = pq.read_table(many_groups / INDEX_NAME).to_pylist()
     expected = [row["key"] for row in rows if row["split"] == split]
     random, index = np.random.default_rng(seed), read_split(many_groups, split=split)
@@ -145,7 +145,7 @@ def damage_keys(path: Path, row_group: int) -> None:
         file.write(b"\xff" * column.total_compressed_size)
 
 
-def test_only_the_row_groups_of_the_samples_are_read(many_groups: Path) -> None:
+def test_only_the_row_groups_of_the_samples_are_read(many_groups: Path):
     """So all others may be damaged, and a name costs the same whatever the size of the corpus."""
     index, path = read_split(many_groups, split="train"), many_groups / INDEX_NAME
     for row_group in {*range(14)} - {3, 3 + 5}:
@@ -186,9 +186,7 @@ def shortened(path: Path) -> None:
         "shorter",
     ],
 )
-def test_a_sample_without_a_readable_key_is_named_by_number(
-    copy: Path, change: Any
-) -> None:
+def test_a_sample_without_a_readable_key_is_named_by_number(copy: Path, change: Any):
     """Whatever happens to the index during a run, a name does not end it."""
     index = read_split(copy, split="train")
     assert sample_names([index], [(0, 6), (0, 1)]) == [repr(NAMES[6]), repr(NAMES[1])]
@@ -202,7 +200,7 @@ def test_a_sample_without_a_readable_key_is_named_by_number(
 
 
 @pytest.fixture
-def flaky(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, int], list[str]]:
+def flaky(monkeypatch) -> Callable[[str, int, int], list[str]]:
     """Make reads of files with a name fail so often with an error; returns what they were."""
     monkeypatch.setattr(atomic_files, "READ_PAUSES_S", (0.0,) * 3)
 
@@ -257,7 +255,7 @@ READS: dict[str, Callable[[Path], Any]] = {
 @every(error=[errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
 def test_a_start_waits_for_storage_that_fails_for_a_moment(
     copy: Path, flaky: Any, read: str, name: str, error: int
-) -> None:
+):
     """For longer it is a failure of storage, which a job is started again after; not bad input."""
     expected, failed = READS[read](copy), flaky(name, error, 2)
     assert READS[read](copy) == expected
@@ -268,8 +266,8 @@ def test_a_start_waits_for_storage_that_fails_for_a_moment(
 
 
 def test_keys_are_searched_anew_where_storage_fails_in_the_middle(
-    many_groups: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    many_groups: Path, monkeypatch
+):
     """What was found before the failure does not count twice."""
     calls, read = list[int](), pq.ParquetFile.read_row_groups
 
@@ -289,7 +287,7 @@ def test_keys_are_searched_anew_where_storage_fails_in_the_middle(
     assert len(calls) == 2 + 1 + 11 and keys(chosen) == names
 
 
-def test_missing_and_shortened_tars_are_all_named(copy: Path) -> None:
+def test_missing_and_shortened_tars_are_all_named(copy: Path):
     """One rank looks at them; the others read the index alone, and pass it on."""
     settings = DataSettings(path=str(copy), global_batch=2)
     whole = open_training_set(settings, seed=0)
@@ -320,13 +318,13 @@ def test_missing_and_shortened_tars_are_all_named(copy: Path) -> None:
 """)
 def test_a_manifest_that_does_not_fit_is_refused(
     copy: Path, changes: dict[str, object], message: str
-) -> None:
+):
     edit_manifest(copy, **changes)
     with refused(message):
         read_split(copy, split="train")
 
 
-def test_rows_that_no_preparation_writes_are_refused(copy: Path) -> None:
+def test_rows_that_no_preparation_writes_are_refused(copy: Path):
     table = pq.read_table(copy / INDEX_NAME)
     zeros = pa.array([0] * len(table))
     for changed in (table[::-1], table.set_column(4, "length", zeros)):
@@ -339,7 +337,7 @@ def test_rows_that_no_preparation_writes_are_refused(copy: Path) -> None:
 @every(classes=[(), ("cat", "dog")])
 def test_samples_have_no_label_if_there_are_no_classes(
     copy: Path, classes: tuple[str, ...]
-) -> None:
+):
     table = pq.read_table(copy / INDEX_NAME)
     column = pa.array([-1] * len(table), pa.int32())
     table = table.set_column(table.schema.get_field_index("label"), "label", column)
@@ -375,8 +373,8 @@ def listed(path: Path, names: list[str]) -> str:
 - [{dev_percent: 40, first_percent: 50, only_classes: [dog]}, [1, 3, 5]]
 """)
 def test_a_subset_keeps_labels_and_places(
-    shards: Path, tmp_path: Path, settings: Values, chosen: list[int]
-) -> None:
+    shards: Path, tmp_path, settings: Values, chosen: list[int]
+):
     if "only_keys" in settings:
         settings = settings | {
             "only_keys": listed(tmp_path / "keys.txt", settings["only_keys"])
@@ -396,9 +394,7 @@ def test_a_subset_keeps_labels_and_places(
         assert len({part.fingerprint, uncut.fingerprint, part.dev.fingerprint}) == 3
 
 
-def test_the_same_choice_from_another_file_is_the_same_set(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_the_same_choice_from_another_file_is_the_same_set(shards: Path, tmp_path):
     one, two, three = (
         opened(shards, only_keys=listed(tmp_path / f"{number}.txt", names))
         for number, names in enumerate(
@@ -411,7 +407,7 @@ def test_the_same_choice_from_another_file_is_the_same_set(
     assert one.key_hash != three.key_hash
 
 
-def test_a_mixture_names_all_its_parts(shards: Path, tmp_path: Path) -> None:
+def test_a_mixture_names_all_its_parts(shards: Path, tmp_path):
     other = write_shard_folder(tmp_path / "b", num_per_class=4, num_shards=1, seed=5)
     mixed = opened(shards, mixture=[{"path": str(other), "share": 0.25}])
     assert mixed.num_samples == 28 and mixed.order.shares == (750_000, 250_000)
@@ -425,7 +421,7 @@ def test_a_mixture_names_all_its_parts(shards: Path, tmp_path: Path) -> None:
     assert len({mixed.fingerprint, *(each.fingerprint for each in others)}) == 6
 
 
-def test_the_cache_must_hold_the_largest_tars_of_each_set() -> None:
+def test_the_cache_must_hold_the_largest_tars_of_each_set():
     sizes = range(20 << 20, 40 << 20, 1 << 20)
     tars = [RemoteFile(Url("http://x/y"), size, "", Path(), 0) for size in sizes]
     parts: Any = [SimpleNamespace(shards=tars)] * 2
@@ -436,8 +432,8 @@ def test_the_cache_must_hold_the_largest_tars_of_each_set() -> None:
 
 
 def test_images_held_out_are_found_in_what_is_mixed_in(
-    shards: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    shards: Path, copy: Path, tmp_path, capsys
+):
     for path in (shards, copy):
         with refused(r"mixture\[0\].* 2 of the images .*holds out"):
             opened(shards, mixture=[{"path": str(path), "share": 0.5}], dev_percent=10)
@@ -463,9 +459,7 @@ UNFIT = r"""
 """
 
 
-def test_what_does_not_fit_is_refused(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_refused(shards: Path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few = {"num_per_class": 4, "num_shards": 1}
     write_shard_folder(tmp_path / "owls", classes=("cat", "owl"), **few)

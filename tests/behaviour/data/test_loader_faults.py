@@ -33,7 +33,7 @@ NUM = 60
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Path:
+def shards(tmp_path) -> Path:
     return write_shard_folder(tmp_path / "shards", num_per_class=NUM // 2, num_shards=3)
 
 
@@ -56,7 +56,7 @@ def batches(
         yield from rank_batches_of(data, stop=12 * steps, rank=rank, ranks=ranks)
 
 
-def test_the_substitute_is_the_same_on_every_layout(shards: Path) -> None:
+def test_the_substitute_is_the_same_on_every_layout(shards: Path):
     undamaged = list(batches(shards, workers=0))
     damage(shards, [5, 17])
     found = list(batches(shards, workers=0))
@@ -87,7 +87,7 @@ def test_the_substitute_is_the_same_on_every_layout(shards: Path) -> None:
 
 
 @every(workers="0, 2")
-def test_the_run_ends_if_no_substitute_can_be_read(shards: Path, workers: int) -> None:
+def test_the_run_ends_if_no_substitute_can_be_read(shards: Path, workers: int):
     damage(shards, list(range(NUM)))
     with refused(r"(?s)sample 'train-.*' cannot be read.*nor can 8 sub"):
         list(batches(shards, workers=workers))
@@ -101,8 +101,8 @@ def test_the_run_ends_if_no_substitute_can_be_read(shards: Path, workers: int) -
     ],
 )
 def test_a_dead_or_hung_worker_is_named(
-    shards: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, message: str
-) -> None:
+    shards: Path, monkeypatch, number: signal.Signals, message: str
+):
     running = batches(shards, workers=2, steps=10_000)
     next(running)
     monkeypatch.setattr(loader_module, "TIMEOUT_S", 3.0)
@@ -133,8 +133,8 @@ class StuckSamples(Samples):
 
 @every(positions="[[0], [0], [1]], [[0], [0], [0], [0, 0, 1]]", how="sleeps, computes")
 def test_a_worker_that_gives_no_batch_is_named_whatever_it_does(
-    monkeypatch: pytest.MonkeyPatch, how: str, positions: list[list[int]]
-) -> None:
+    monkeypatch, how: str, positions: list[list[int]]
+):
     """Also in the middle of a batch, and while another worker has nothing to do."""
     data = DataSettings(path="x", global_batch=3, num_workers=2)
     samples = StuckSamples(how)
@@ -151,7 +151,7 @@ def test_a_worker_that_gives_no_batch_is_named_whatever_it_does(
             list(found)
 
 
-def test_a_worker_that_makes_progress_is_not_hung() -> None:
+def test_a_worker_that_makes_progress_is_not_hung():
     """A batch may take longer than the limit, if its images do not."""
     progress = np.zeros(2, np.int64)
 
@@ -181,7 +181,7 @@ class NumberedSamples(Samples):
 
 
 @every(workers="1, 3")
-def test_workers_that_are_ahead_leave_alone_what_is_read(workers: int) -> None:
+def test_workers_that_are_ahead_leave_alone_what_is_read(workers: int):
     """Pixels stay until the next batch is taken, however long that is."""
     positions = [[number] for number in range(12)]
     with loader_module._filled_by_workers(
@@ -222,9 +222,7 @@ class AwaySamples(Samples):
         ),
     ],
 )
-def test_an_error_of_one_rank_keeps_its_kind(
-    workers: int, error: UserError, code: int
-) -> None:
+def test_an_error_of_one_rank_keeps_its_kind(workers: int, error: UserError, code: int):
     """The other ranks do not know of it, so this one prints it; a job of the first is requeued."""
     data = DataSettings(path="x", global_batch=1, num_workers=workers)
     samples = AwaySamples(error)
@@ -268,9 +266,7 @@ def child(shards: Path, end: str) -> tuple[subprocess.Popen[str], list[int]]:
 
 
 @pytest.mark.parametrize(("end", "code"), [("kill", -signal.SIGKILL), ("finish", 0)])
-def test_server_and_workers_end_with_their_rank(
-    shards: Path, end: str, code: int
-) -> None:
+def test_server_and_workers_end_with_their_rank(shards: Path, end: str, code: int):
     """Also a worker that is stopped, in the middle of a stream."""
     process, pids = child(shards, end)
     assert process.wait() == code
@@ -278,7 +274,7 @@ def test_server_and_workers_end_with_their_rank(
 
 
 @pytest.mark.slow
-def test_a_job_that_was_suspended_continues(shards: Path) -> None:
+def test_a_job_that_was_suspended_continues(shards: Path):
     """A pause of trainer and workers together is no hang of a worker."""
     process, (_, *workers) = child(shards, "continue")
     for worker in workers:

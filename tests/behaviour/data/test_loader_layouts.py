@@ -26,7 +26,7 @@ Folders = tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def folders(tmp_path_factory) -> Folders:
     base = tmp_path_factory.mktemp("layouts")
     return (
         write_shard_folder(base / "a", num_per_class=30, num_shards=5),
@@ -57,7 +57,7 @@ def run_of(folders: Folders, which: str) -> Run:
 @every(which=SETS)
 def test_a_run_resumed_on_another_layout_is_the_same_run(
     folders: Folders, which: str, layouts: list[tuple[int, int]]
-) -> None:
+):
     """Every pair of layouts, with real processes; each layout resumes at another step.
 
     The first run of each is left while its workers have batches ahead.
@@ -82,7 +82,7 @@ def test_a_run_resumed_on_another_layout_is_the_same_run(
         assert heads[before][:stop] + tails[after] == undisturbed, (before, after, stop)
 
 
-def test_accumulation_does_not_change_the_global_batch(folders: Folders) -> None:
+def test_accumulation_does_not_change_the_global_batch(folders: Folders):
     run = Run(folders[0])
     whole = run.batches(ranks=2, workers=0, start=0, stop=2)
     for accumulation in (2, 3, 4):

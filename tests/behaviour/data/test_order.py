@@ -41,16 +41,14 @@ def order(lengths: list[int], *, seed: int = 0, fingerprint: str = "f") -> Sampl
 
 
 @given(lengths=LENGTHS, seed=st.integers(0, 2**40), epoch=st.integers(0, 3))
-def test_every_epoch_holds_every_sample_once(
-    lengths: list[int], seed: int, epoch: int
-) -> None:
+def test_every_epoch_holds_every_sample_once(lengths: list[int], seed: int, epoch: int):
     sample_order = order(lengths, seed=seed)
     num = sum(lengths)
     found = [sample_order.at(epoch * num + offset)[1] for offset in range(num)]
     assert sorted(found) == list(range(num))
 
 
-def test_order_is_pinned_for_all_time() -> None:
+def test_order_is_pinned_for_all_time():
     """A changed order would silently break the resume of every run in the world.
 
     An intended change must raise ORDER_VERSION, so that no run resumes in another order.
@@ -72,7 +70,7 @@ def test_order_is_pinned_for_all_time() -> None:
     assert (ORDER_VERSION, digest[:16]) == (1, "b3d807c974a49307")
 
 
-def test_each_order_remembers_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_order_remembers_its_own_blocks(monkeypatch):
     """A mixture alternates between many orders; none may evict the cached blocks of another."""
     computed = []
 
@@ -93,7 +91,7 @@ def test_each_order_remembers_its_own_blocks(monkeypatch: pytest.MonkeyPatch) ->
     assert len(orders[0]._recent_epochs) == len(orders[0]._recent_blocks) == REMEMBERED
 
 
-def test_the_shards_of_this_block_and_the_next_are_wanted_ahead() -> None:
+def test_the_shards_of_this_block_and_the_next_are_wanted_ahead():
     sample_order = order([1] * (3 * BLOCK_SHARDS + 4))
     num = sample_order.num_samples
     this_epoch = [
@@ -116,7 +114,7 @@ def test_the_shards_of_this_block_and_the_next_are_wanted_ahead() -> None:
 """)
 def test_tars_sorted_by_class_are_refused(
     num_classes: int, num_tars: int, is_refused: bool
-) -> None:
+):
     labels = np.repeat(np.arange(num_classes, dtype=np.int32), 40)
     lengths = [len(part) for part in np.array_split(labels, num_tars)]
     check_mixed(
@@ -145,7 +143,7 @@ def mixture(*shares: int, nums: tuple[int, ...], views: int = 1) -> TrainingOrde
 )
 def test_each_set_keeps_its_own_order_and_share(
     shares: tuple[int, ...], nums: tuple[int, ...]
-) -> None:
+):
     order = mixture(*shares, nums=nums)
     draws = [order.at(position) for position in range(3 * MIXTURE_BLOCK)]
     for number, share in enumerate(shares):
@@ -160,7 +158,7 @@ def test_each_set_keeps_its_own_order_and_share(
 
 
 @every(views="2, 3")
-def test_every_sample_comes_once_in_each_view(views: int) -> None:
+def test_every_sample_comes_once_in_each_view(views: int):
     num = 5 * VIEW_BLOCK
     order_of_views = mixture(1_000_000, nums=(num,), views=views)
     draws = [order_of_views.at(position) for position in range(views * num)]
@@ -186,7 +184,7 @@ def test_every_sample_comes_once_in_each_view(views: int) -> None:
 GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
-def test_rows_equal_the_formula_on_python_integers() -> None:
+def test_rows_equal_the_formula_on_python_integers():
     positions = np.array([5, 0, 10**12])
     found = uniform_rows(positions, num=3, key=MASK - 7)
     for row, position in zip(found, positions.tolist(), strict=True):

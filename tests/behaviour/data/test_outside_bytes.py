@@ -47,7 +47,7 @@ ONE_PAGE = {"use_dictionary": ["image"], "dictionary_pagesize_limit": 1 << 30}
         lambda path: parquet(path, [b"x"] * 2, ["a" * (70 * MIB), "b"]),
     ],
 )
-def test_tables_that_unpack_to_far_more_are_refused(make: Any, tmp_path: Path) -> None:
+def test_tables_that_unpack_to_far_more_are_refused(make: Any, tmp_path):
     make(tmp_path / "x.parquet")
     assert (tmp_path / "x.parquet").stat().st_size < MIB
     before = pa.total_allocated_bytes()
@@ -59,14 +59,14 @@ def test_tables_that_unpack_to_far_more_are_refused(make: Any, tmp_path: Path) -
     assert peak < 150 * MIB and pa.total_allocated_bytes() - before < 150 * MIB
 
 
-def test_tables_of_paths_that_unpack_to_far_more_are_refused(tmp_path: Path) -> None:
+def test_tables_of_paths_that_unpack_to_far_more_are_refused(tmp_path):
     rows = pa.table({"image": ["x" * MIB] * 70, "label": ["a"] * 70})
     pq.write_table(rows, tmp_path / "t.parquet", compression="zstd")
     with refused("unpacks to"):
         listed(opened("path_table", tmp_path / "t.parquet"))
 
 
-def test_sound_tables_are_read_whatever_their_size(tmp_path: Path) -> None:
+def test_sound_tables_are_read_whatever_their_size(tmp_path):
     rng = np.random.default_rng(0)
     cells = [rng.bytes(MIB) for _ in range(70)]
     path = parquet(tmp_path / "x.parquet", [*cells, cells[0], cells[0]], ["a"] * 72)
@@ -137,12 +137,12 @@ def endless_view(path: Path) -> Path:
         lambda folder: endless_view(folder / "x.pt"),
     ]
 )
-def test_weights_that_unpack_to_far_more_are_refused(make: Any, tmp_path: Path) -> None:
+def test_weights_that_unpack_to_far_more_are_refused(make: Any, tmp_path):
     with refused(r"x\.\w+: unpacks to .* times its size"):
         read_tensors(make(tmp_path))
 
 
-def test_published_forms_of_weights_are_read(tmp_path: Path) -> None:
+def test_published_forms_of_weights_are_read(tmp_path):
     """Stored and deflated, with a head of zeros and weights that are tied."""
     weight = torch.randn(1 << 20)
     tensors = {"a": weight, "tied": weight, "head": torch.zeros(1 << 20)}
@@ -173,13 +173,13 @@ NAMES = [
 
 
 @every(name=NAMES)
-def test_no_control_character_of_a_name_is_shown(name: str) -> None:
+def test_no_control_character_of_a_name_is_shown(name: str):
     shown = (visible(name), printable(name), csv_cell(name), csv_cell(f"={name}"))
     assert all(text.isprintable() for text in shown)
     assert visible("naïve 数据 \u3000 -x=y@z") == "naïve 数据 \u3000 -x=y@z"
 
 
-def test_every_command_prints_through_the_guard() -> None:
+def test_every_command_prints_through_the_guard():
     program = (
         "import sys; from vitscale.config.errors import UserError, run_script\n"
         "def main():\n"
@@ -210,7 +210,7 @@ def test_every_command_prints_through_the_guard() -> None:
 - [null, null]
 - [plain = name, plain = name]
 """)
-def test_no_cell_is_a_formula(cell: Any, expected: Any) -> None:
+def test_no_cell_is_a_formula(cell: Any, expected: Any):
     assert csv_cell(cell) == expected
     file = io.StringIO()
     csv.writer(file).writerow([csv_cell(cell)])

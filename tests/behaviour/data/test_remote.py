@@ -56,13 +56,13 @@ class Clock:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch) -> None:
     monkeypatch.setattr(remote, "time", Clock())
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     made = write_shard_folder(
         tmp_path_factory.mktemp("remote") / "bucket", num_per_class=40, num_shards=20
     )
@@ -108,8 +108,8 @@ REFUSED = yaml.safe_load(r"""
 
 
 def test_urls_with_commands_or_secrets_are_refused_and_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     # What webdataset and others rewrite URLs by; it must have no effect here.
     monkeypatch.setenv("GOPEN_REWRITE", f"http://=pipe:touch {tmp_path}/canary ;")
     for text in REFUSED:
@@ -139,15 +139,11 @@ def test_urls_with_commands_or_secrets_are_refused_and_not_repeated(
 - ["s3://bucket/a", "../../../other", "s3://bucket/other"]
 - ["s3://bucket", "/etc/passwd", "s3://bucket/etc/passwd"]
 """)
-def test_names_are_joined_and_stay_on_their_host(
-    folder: str, name: str, joined: str
-) -> None:
+def test_names_are_joined_and_stay_on_their_host(folder: str, name: str, joined: str):
     assert str(location_of(folder) / name) == joined
 
 
-def test_an_external_manifest_cannot_name_other_places(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_an_external_manifest_cannot_name_other_places(folder: Path, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     path = copy / MANIFEST_NAME
     text = json.loads(path.read_text())
@@ -171,8 +167,8 @@ def content_of(url: str, name: str = "a.bin") -> bytes:
 
 @every(fault="error, drop, short, no_ranges, slow")
 def test_a_transient_fault_is_retried(
-    folder: Path, server: RangeServer, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder: Path, server: RangeServer, fault: str, monkeypatch
+):
     monkeypatch.setattr(remote, "CHUNK_BYTES", 4000)
     server.fault = lambda path, number: fault if number % 3 else None
     assert content_of(server.url) == (folder / "a.bin").read_bytes()
@@ -188,12 +184,8 @@ def test_a_transient_fault_is_retried(
 - [missing, bad input, ; 1 requests]
 """)
 def test_a_lasting_fault_is_one_error(
-    server: RangeServer,
-    fault: str,
-    kind: str,
-    text: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    server: RangeServer, fault: str, kind: str, text: str, capsys
+):
     """In time, and said meanwhile; a refusal at once."""
     server.fault = lambda path, number: fault
     with refused(rf"a\.bin: cannot be read .*{text}") as caught:
@@ -211,8 +203,8 @@ def test_a_lasting_fault_is_one_error(
 - [AWS_PROFILE, none]
 """)
 def test_missing_credentials_are_an_error_at_once(
-    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    variable: str, value: str, monkeypatch
+):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, text in {
@@ -227,9 +219,7 @@ def test_missing_credentials_are_an_error_at_once(
 
 @pytest.mark.slow
 @every(scheme="s3, gs")
-def test_buckets_answer_with_what_was_asked_for(
-    scheme: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buckets_answer_with_what_was_asked_for(scheme: str, folder: Path, monkeypatch):
     """Through the real client libraries."""
     import fsspec
 
@@ -247,7 +237,7 @@ def test_buckets_answer_with_what_was_asked_for(
         assert sorted(found) == sorted(path.name for path in folder.iterdir())
 
 
-def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_a_backend_are_redacted(monkeypatch):
     class Failing:
         def cat_file(self, url: str, **span: int) -> bytes:
             raise OSError(
@@ -262,7 +252,7 @@ def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> 
     assert SECRET not in str(caught.value)
 
 
-def test_a_silent_server_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_is_an_error_in_time(monkeypatch):
     monkeypatch.setattr(remote, "PATIENCE_S", 0.8)
     monkeypatch.setattr(remote, "REQUEST_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -281,7 +271,7 @@ def content(number: int) -> bytes:
 
 
 @pytest.fixture
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def log(tmp_path, monkeypatch) -> Path:
     """Numbers of the files that are asked for; number 99 has wrong bytes."""
     path = tmp_path / "log"
     path.touch()
@@ -328,11 +318,11 @@ class Cache:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, log: Path) -> Cache:
+def cache(tmp_path, log: Path) -> Cache:
     return Cache(tmp_path)
 
 
-def test_the_least_recently_used_file_is_evicted_first(cache: Cache) -> None:
+def test_the_least_recently_used_file_is_evicted_first(cache: Cache):
     for number in range(3):
         cache.use(number, seconds_ago=100 - number)
     assert cache.read(0) == content(0)[5:12]  # used just now
@@ -340,7 +330,7 @@ def test_the_least_recently_used_file_is_evicted_first(cache: Cache) -> None:
     assert cache.held() == [0, 2, 3]
 
 
-def test_a_prefetch_evicts_nothing_in_use(cache: Cache) -> None:
+def test_a_prefetch_evicts_nothing_in_use(cache: Cache):
     for number in range(3):
         cache.use(number, seconds_ago=0)
     cache.use(0, seconds_ago=remote.IDLE_S + 1)
@@ -349,7 +339,7 @@ def test_a_prefetch_evicts_nothing_in_use(cache: Cache) -> None:
     assert cache.held() == [1, 2, 3]
 
 
-def test_damage_is_fetched_again_and_never_kept(cache: Cache, log: Path) -> None:
+def test_damage_is_fetched_again_and_never_kept(cache: Cache, log: Path):
     """On the local disk, and where the bytes are stored."""
     shard = cache.file(1)
     for damage in (b"x" * SIZE, b""):
@@ -366,9 +356,7 @@ def test_damage_is_fetched_again_and_never_kept(cache: Cache, log: Path) -> None
     assert cache.held() == [] and requests(log) == [99] * remote.DAMAGED_READS
 
 
-def test_a_cache_that_cannot_keep_a_file_is_one_error(
-    tmp_path: Path, log: Path
-) -> None:
+def test_a_cache_that_cannot_keep_a_file_is_one_error(tmp_path, log: Path):
     """No sample is replaced for it."""
     with refused("bucket/1 cannot be kept there .*no space for 1000 bytes"):
         Cache(tmp_path, num_files=0.5).read(1)
@@ -378,7 +366,7 @@ def test_a_cache_that_cannot_keep_a_file_is_one_error(
         open_cache(None)
 
 
-def test_partial_files_of_a_killed_process_are_removed(cache: Cache) -> None:
+def test_partial_files_of_a_killed_process_are_removed(cache: Cache):
     left = cache.folder / f"{cache.file(1).blake3_hex}.part"
     left.write_bytes(content(0))
     for number in (2, 3):
@@ -405,8 +393,8 @@ def _fetch_all(cache: Cache, first: int, sizes: Path) -> None:
 
 @every(limit="100, 4")
 def test_many_processes_fetch_each_file_once_and_keep_the_size(
-    tmp_path: Path, log: Path, limit: int
-) -> None:
+    tmp_path, log: Path, limit: int
+):
     context = multiprocessing.get_context("fork")
     cache, sizes = Cache(tmp_path, num_files=limit), tmp_path / "sizes"
     processes = [
@@ -437,7 +425,7 @@ def undisturbed(folder: Path) -> list[list[bytes]]:
 
 
 @pytest.fixture
-def run(server: RangeServer, tmp_path: Path) -> Run:
+def run(server: RangeServer, tmp_path) -> Run:
     return Run(server.url, {"remote": {"cache_path": str(tmp_path / "cache")}})
 
 
@@ -448,8 +436,8 @@ def flaky(path: str, number: int) -> str | None:
 
 
 def test_every_layout_gives_the_batches_of_local_shards(
-    run: Run, server: RangeServer, undisturbed: list[list[bytes]], tmp_path: Path
-) -> None:
+    run: Run, server: RangeServer, undisturbed: list[list[bytes]], tmp_path
+):
     server.fault = flaky
     found = run.batches(ranks=1, workers=0, start=0, stop=1)
     found += run.batches(ranks=3, workers=2, start=1, stop=STEPS)
@@ -462,8 +450,8 @@ def test_every_layout_gives_the_batches_of_local_shards(
 
 
 def test_each_shard_is_prefetched_once_within_the_cache_size(
-    run: Run, server: RangeServer, undisturbed: list[list[bytes]], tmp_path: Path
-) -> None:
+    run: Run, server: RangeServer, undisturbed: list[list[bytes]], tmp_path
+):
     # In this process: workers end in the middle of a fetch, which another then begins again.
     assert run.batches(ranks=1, workers=0, start=0, stop=1) == undisturbed[:1]
     # Two blocks of 16 fit; the second is fetched while the first is read.
@@ -494,7 +482,7 @@ def test_each_shard_is_prefetched_once_within_the_cache_size(
 """)
 def test_an_outage_ends_the_run_and_names_the_shard(
     run: Run, server: RangeServer, workers: int, fault: str
-) -> None:
+):
     """An outage is no bit rot: substituting would make runs non-deterministic."""
     server.fault = lambda path, number: fault if path.endswith(".tar") else None
     with refused(r"(?s)train-0000\d\d\.tar: cannot be read.*requests"):

@@ -41,7 +41,7 @@ OUT = torch.empty(3, SIZE, SIZE, dtype=torch.uint8)
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Path:
+def shards(tmp_path) -> Path:
     return write_shard_folder(tmp_path / "shards", num_per_class=6, num_shards=3)
 
 
@@ -74,7 +74,7 @@ PASSING_ERRORS = ("ESTALE", "ETIMEDOUT", "ESHUTDOWN", "EAGAIN")
 
 
 @pytest.fixture
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pauses(monkeypatch) -> None:
     monkeypatch.setattr(
         atomic_files, "READ_PAUSES_S", (0.0,) * len(atomic_files.READ_PAUSES_S)
     )
@@ -144,8 +144,8 @@ def reader(name: str, shards: Path, tmp_path: Path) -> Samples:
     ],
 )
 def test_a_passing_error_of_storage_changes_nothing(
-    shards: Path, tmp_path: Path, no_pauses: None, kind: str, error: str, times: int
-) -> None:
+    shards: Path, tmp_path, no_pauses: None, kind: str, error: str, times: int
+):
     """The same sample is read again: none is replaced, and the run goes on."""
     expected = torch.empty_like(OUT)
     label, _ = reader(kind, shards, tmp_path / "undisturbed").fill(1, expected)
@@ -158,13 +158,8 @@ def test_a_passing_error_of_storage_changes_nothing(
 
 @every(error="ESTALE, EIO", kind=READERS)
 def test_storage_that_stays_away_ends_the_run_and_is_named(
-    shards: Path,
-    tmp_path: Path,
-    no_pauses: None,
-    capsys: pytest.CaptureFixture[str],
-    kind: str,
-    error: str,
-) -> None:
+    shards: Path, tmp_path, no_pauses: None, capsys, kind: str, error: str
+):
     """No other sample is taken, which would be another at each start."""
     samples = reader(kind, shards, tmp_path)
     text = os.strerror(getattr(errno, error))
@@ -175,7 +170,7 @@ def test_storage_that_stays_away_ends_the_run_and_is_named(
     assert f"{text}; reading it again" in capsys.readouterr().err
 
 
-def test_a_stale_handle_is_opened_again(shards: Path, no_pauses: None) -> None:
+def test_a_stale_handle_is_opened_again(shards: Path, no_pauses: None):
     """As after another node has replaced the file: every read of the old one fails."""
     samples, real = training(shards), os.pread
     samples.fill(0, OUT)
@@ -194,7 +189,7 @@ def test_a_stale_handle_is_opened_again(shards: Path, no_pauses: None) -> None:
         assert [samples.fill(position, OUT)[1] for position in range(12)] == [[]] * 12
 
 
-def test_a_read_that_fails_half_way_is_no_damage(shards: Path, no_pauses: None) -> None:
+def test_a_read_that_fails_half_way_is_no_damage(shards: Path, no_pauses: None):
     """The first half is returned without an error, which only the read of the rest tells."""
     samples, real, errors = training(shards), os.pread, ["EIO", "EIO"]
 
@@ -214,7 +209,7 @@ def test_a_read_that_fails_half_way_is_no_damage(shards: Path, no_pauses: None) 
 @every(error="EBADMSG, EUCLEAN, ENODATA")
 def test_bytes_that_the_file_system_finds_damaged_are_substituted_in_training_only(
     shards: Path, error: str
-) -> None:
+):
     with failing(error) as calls:
         _, (lost,) = training(shards).fill(0, OUT)
         assert lost.error == os.strerror(getattr(errno, error)) and len(calls) == 2
@@ -223,7 +218,7 @@ def test_bytes_that_the_file_system_finds_damaged_are_substituted_in_training_on
 
 
 @every(error="EACCES, ENOMEM, EMFILE")
-def test_an_error_of_the_machine_ends_the_run_at_once(shards: Path, error: str) -> None:
+def test_an_error_of_the_machine_ends_the_run_at_once(shards: Path, error: str):
     for samples in (training(shards), evaluation(shards)):
         with (
             failing(error) as calls,
@@ -234,7 +229,7 @@ def test_an_error_of_the_machine_ends_the_run_at_once(shards: Path, error: str) 
         assert samples.fill(0, OUT)[1] == []
 
 
-def test_damage_that_decodes_is_found_in_every_16th_sample(shards: Path) -> None:
+def test_damage_that_decodes_is_found_in_every_16th_sample(shards: Path):
     samples = training(shards)
     index = samples.parts[0]
     for path in index.shards:
@@ -254,7 +249,7 @@ def test_damage_that_decodes_is_found_in_every_16th_sample(shards: Path) -> None
 @every(fraction="null, 0.8")
 def test_evaluation_averages_areas_where_its_settings_say(
     shards: Path, fraction: float | None
-) -> None:
+):
     """Bilinear and bicubic as the libraries: test_pixels, test_exporting."""
     more: dict[str, Any] = {}
     pixels = crops.decode(evaluation(shards).index.read(2))
@@ -270,7 +265,7 @@ def test_evaluation_averages_areas_where_its_settings_say(
     assert torch.equal(OUT, crops.area_resized(pixels, resized=resized, size=SIZE))
 
 
-def test_inception_tf_takes_boxes_of_its_own(shards: Path) -> None:
+def test_inception_tf_takes_boxes_of_its_own(shards: Path):
     """All else equal, the pixels are those of the box that the sample's key draws."""
     samples = training(shards, crop="inception_tf", crop_aspect=(0.75, 1.33))
     for position in range(4):
@@ -287,7 +282,7 @@ def test_inception_tf_takes_boxes_of_its_own(shards: Path) -> None:
         assert torch.equal(OUT, crops.crop_and_resize(pixels, request))
 
 
-def test_each_sample_is_evaluated_once_and_padding_has_no_weight(shards: Path) -> None:
+def test_each_sample_is_evaluated_once_and_padding_has_no_weight(shards: Path):
     index = read_split(shards, split="train")
     data = DataSettings(path=str(shards), global_batch=4, num_workers=0)
     chosen, counted = np.arange(1, 8), []

@@ -69,9 +69,7 @@ JOINED = {
 
 
 @pytest.mark.parametrize("content", JOINED.values(), ids=JOINED)
-def test_tars_that_were_joined_are_read_to_the_end(
-    content: bytes, tmp_path: Path
-) -> None:
+def test_tars_that_were_joined_are_read_to_the_end(content: bytes, tmp_path):
     assert members_of(content) == (names_by_tarfile(content), "")
     # As one file of a source, as the tar of a class in a larger tar, and as a stream.
     expected = [name for name in names_by_tarfile(content) if name.endswith(".jpg")]
@@ -89,7 +87,7 @@ def test_tars_that_were_joined_are_read_to_the_end(
     assert read == expected
 
 
-def test_a_tar_of_tars_that_were_joined_has_all_classes(tmp_path: Path) -> None:
+def test_a_tar_of_tars_that_were_joined_has_all_classes(tmp_path):
     (tmp_path / "all.tar").write_bytes(
         tar_bytes({"cat.tar": A}) + tar_bytes({"dog.tar": B})
     )
@@ -109,9 +107,7 @@ BEHIND = {
 
 
 @pytest.mark.parametrize("tail", BEHIND.values(), ids=BEHIND)
-def test_other_bytes_behind_the_end_mark_are_a_defect(
-    tail: bytes, tmp_path: Path
-) -> None:
+def test_other_bytes_behind_the_end_mark_are_a_defect(tail: bytes, tmp_path):
     (tmp_path / "train-0.tar").write_bytes(A + tail)
     rows = listed(opened("webdataset", tmp_path))
     assert [row.name for row in rows if row.reason is None][:3] == ["0", "1", "2"]
@@ -165,7 +161,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_headers_end_in_a_row(content: bytes, tmp_path: Path) -> None:
+def test_hostile_headers_end_in_a_row(content: bytes, tmp_path):
     (tmp_path / "train-0.tar").write_bytes(
         ONE + content + ONE.replace(b"a.jpg", b"z.jpg")
     )
@@ -177,7 +173,7 @@ def test_hostile_headers_end_in_a_row(content: bytes, tmp_path: Path) -> None:
         list(stream._samples_of(tmp_path / "train-0.tar", num_classes=0))
 
 
-def test_a_stream_gives_what_stock_webdataset_gives(tmp_path: Path) -> None:
+def test_a_stream_gives_what_stock_webdataset_gives(tmp_path):
     kinds = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
     for number, format in enumerate(kinds):
         stored = {
@@ -205,7 +201,7 @@ def test_a_stream_gives_what_stock_webdataset_gives(tmp_path: Path) -> None:
         assert found == expected
 
 
-def test_a_file_with_holes_is_passed_over(tmp_path: Path) -> None:
+def test_a_file_with_holes_is_passed_over(tmp_path):
     """GNU tar's sparse files claim more bytes than they have in the tar."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:

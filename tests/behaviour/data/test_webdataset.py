@@ -25,13 +25,13 @@ NUM, TARS = 24, 6
 
 
 @pytest.fixture(autouse=True)
-def unshuffled(monkeypatch: pytest.MonkeyPatch) -> None:
+def unshuffled(monkeypatch) -> None:
     """Samples come in the order of the tars."""
     monkeypatch.setattr(webdataset, "SHUFFLE", 0)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("tars") / "a"
     return write_shard_folder(made, num_per_class=NUM // 2, num_shards=TARS)
 
@@ -51,9 +51,7 @@ def taken(
     return list(islice(tar_samples(tars, seed=SEED, start=start, **more), num_samples))
 
 
-def test_an_epoch_has_every_sample_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_epoch_has_every_sample_once(folder: Path, monkeypatch):
     # The library's own way to open tars runs commands: for `pipe:`, http and rewritten names.
     monkeypatch.delattr(tariterators.gopen, "gopen")
     index = read_split(folder, split="train")
@@ -77,7 +75,7 @@ def test_an_epoch_has_every_sample_once(
 
 
 @every(num_workers="0, 1, 2, 8", num_ranks="1, 2, 3, 256")
-def test_every_loader_process_needs_a_tar(num_ranks: int, num_workers: int) -> None:
+def test_every_loader_process_needs_a_tar(num_ranks: int, num_workers: int):
     """One without would look for one for ever: its share of every epoch is empty."""
     num_processes = num_ranks * max(num_workers, 1)
     for num_tars in {1, num_processes - 1, num_processes, num_processes + 1, 1024} - {
@@ -107,8 +105,8 @@ def batches(data: DataSettings, *, ranks: int = 1) -> list[Any]:
     ("workers", "num_classes", "labels"), [(0, 4, {3}), (2, 4, {3}), (2, None, {-1})]
 )
 def test_labels_are_numbers_or_absent(
-    tmp_path: Path, workers: int, num_classes: int | None, labels: set[int]
-) -> None:
+    tmp_path, workers: int, num_classes: int | None, labels: set[int]
+):
     tars = {
         f"train-{n}.tar": {"a.JPG": photo(1), "a.cls": b" 3\n".rjust(50)}
         for n in range(4)
@@ -123,7 +121,7 @@ def test_labels_are_numbers_or_absent(
     assert {label for batch in found for label in batch.labels.tolist()} == labels
 
 
-def test_images_that_cannot_be_decoded_are_counted(tmp_path: Path) -> None:
+def test_images_that_cannot_be_decoded_are_counted(tmp_path):
     members = {f"{n}.{kind}": b"1" for n in range(30) for kind in ("jpg", "cls")}
     good = {f"{n}.jpg": photo(n) for n in range(0, 30, 2)}
     write_tars(tmp_path, {"train-0.tar": members | good | {"no_image.cls": b"1"}})
@@ -150,8 +148,8 @@ WHOLE = tar_bytes({"a.jpg": photo(1), "a.cls": b"1", "b.jpg": photo(2), "b.cls":
     ],
 )
 def test_a_tar_that_cannot_be_used_is_named(
-    tmp_path: Path, content: bytes | None, message: str
-) -> None:
+    tmp_path, content: bytes | None, message: str
+):
     tar = tmp_path / "train-0.tar"
     if content is not None:
         tar.write_bytes(content)
@@ -174,7 +172,7 @@ def test_a_tar_that_cannot_be_used_is_named(
 - [dev, no tars 'dev']
 - [x.tar | touch FOLDER/canary, 1 of 1 tars are missing]
 """)
-def test_a_split_is_a_name_or_a_pattern(folder: Path, split: str, numbers: Any) -> None:
+def test_a_split_is_a_name_or_a_pattern(folder: Path, split: str, numbers: Any):
     split = split.replace("FOLDER", str(folder))
     if not isinstance(numbers, str):
         names = [

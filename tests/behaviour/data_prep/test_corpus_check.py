@@ -102,7 +102,7 @@ UNSEEN = {
 
 
 @every(kind=UNSEEN)
-def test_a_class_that_training_never_sees_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_class_that_training_never_sees_is_refused(kind: str, tmp_path):
     name, other, message = UNSEEN[kind]
     images = {"train/ant": 2, f"train/{name}": 2, "val/ant": 1, f"val/{other}": 2}
     source = write_folder(tmp_path / "in", images)
@@ -119,15 +119,13 @@ def test_a_class_that_training_never_sees_is_refused(kind: str, tmp_path: Path) 
         (b"train/a\x01", b"train/a\\x01"),
     ],
 )
-def test_names_that_become_one_class_are_refused(
-    name: bytes, other: bytes, tmp_path: Path
-) -> None:
+def test_names_that_become_one_class_are_refused(name: bytes, other: bytes, tmp_path):
     images = {os.fsdecode(folder): 1 for folder in (b"train/ant", name, other)}
     text = refusal(tmp_path, write_folder(tmp_path / "in", images))
     assert f"{other!r} and {name.partition(b'/')[2]!r} would be one class" in text
 
 
-def test_a_space_may_have_classes_without_training_images(tmp_path: Path) -> None:
+def test_a_space_may_have_classes_without_training_images(tmp_path):
     source = write_folder(
         tmp_path / "in", {"train/ant": 2, "val/ant": 1, "val/walrus": 2}
     )
@@ -151,9 +149,7 @@ def test_a_space_may_have_classes_without_training_images(tmp_path: Path) -> Non
         run_steps(work, STEPS[-1:], num_workers=1)
 
 
-def test_a_class_whose_training_images_are_all_damaged_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path):
     source = write_folder(
         tmp_path / "in", {"train/ant": 2, "train/dog": 1, "val/dog": 2}
     )
@@ -168,7 +164,7 @@ def test_a_class_whose_training_images_are_all_damaged_is_refused(
     assert "1 of 3 classes hold no images: 'eel'" in text
 
 
-def test_names_that_look_alike_are_refused_within_train(tmp_path: Path) -> None:
+def test_names_that_look_alike_are_refused_within_train(tmp_path):
     both = {CAFE: 1, unicodedata.normalize("NFD", CAFE): 1, "tea": 1}
     assert "look like" in refusal(tmp_path, write_folder(tmp_path / "in", both))
     # Letters of both cases are classes of their own.
@@ -178,9 +174,7 @@ def test_names_that_look_alike_are_refused_within_train(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "s").classes == ("A", "a")
 
 
-def test_a_rejected_class_that_looks_like_one_of_the_space_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_rejected_class_that_looks_like_one_of_the_space_is_refused(tmp_path):
     source = write_folder(
         tmp_path / "in", {unicodedata.normalize("NFD", CAFE): 2, "tea": 2, "x": 1}
     )
@@ -229,8 +223,8 @@ def write_labels(
 
 @every(odd=ODD, kind="path_table, parquet, cls, json")
 def test_a_label_that_is_no_plain_number_among_numbers_is_refused(
-    kind: str, odd: str, tmp_path: Path
-) -> None:
+    kind: str, odd: str, tmp_path
+):
     labels = [str(number % 12) for number in range(24)]
     labels[13] = odd
     source, settings = write_labels(kind, tmp_path / "in", labels)
@@ -241,7 +235,7 @@ def test_a_label_that_is_no_plain_number_among_numbers_is_refused(
     assert f"such as {odd!a} of {place!r}" in text
 
 
-def test_numbers_in_one_form_are_taken(tmp_path: Path) -> None:
+def test_numbers_in_one_form_are_taken(tmp_path):
     forms = {
         "whole": ([str(n) for n in range(12)], [str(n) for n in range(12)]),
         "not all": (["2", "10"], [str(n) for n in range(11)]),
@@ -256,9 +250,7 @@ def test_numbers_in_one_form_are_taken(tmp_path: Path) -> None:
         assert list(read_manifest(tmp_path / f"s{number}").classes) == classes
 
 
-def test_floats_are_refused_and_a_mark_of_windows_is_no_part_of_a_number(
-    tmp_path: Path,
-) -> None:
+def test_floats_are_refused_and_a_mark_of_windows_is_no_part_of_a_number(tmp_path):
     source, settings = write_labels(
         "path_table", tmp_path / "in", [f"{n}.0" for n in range(12)]
     )
@@ -268,9 +260,7 @@ def test_floats_are_refused_and_a_mark_of_windows_is_no_part_of_a_number(
     assert read_manifest(tmp_path / "s").classes == ("0", "1", "2")
 
 
-def test_folders_named_by_numbers_are_sorted_as_text_and_it_is_said(
-    tmp_path: Path,
-) -> None:
+def test_folders_named_by_numbers_are_sorted_as_text_and_it_is_said(tmp_path):
     source = write_folder(tmp_path / "in", {str(number): 1 for number in range(11)})
     prepare_here(run_of(source, tmp_path / "s"))
     (note,) = read_manifest(tmp_path / "s").notes
@@ -284,7 +274,7 @@ def test_folders_named_by_numbers_are_sorted_as_text_and_it_is_said(
     assert "such as '03'" in refusal(tmp_path, write_folder(source, {"03": 1}))
 
 
-def test_parquet_files_must_name_their_classes_alike(tmp_path: Path) -> None:
+def test_parquet_files_must_name_their_classes_alike(tmp_path):
     feature = {"_type": "ClassLabel", "names": ["cat", "dog"]}
     metadata = {"huggingface": json.dumps({"info": {"features": {"label": feature}}})}
     columns = {"image": [picture(1), picture(2)], "label": pa.array([0, 1])}
@@ -299,7 +289,7 @@ def test_parquet_files_must_name_their_classes_alike(tmp_path: Path) -> None:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def test_a_file_is_one_image_by_whatever_path(tmp_path: Path) -> None:
+def test_a_file_is_one_image_by_whatever_path(tmp_path):
     root = write_folder(tmp_path / "in", {".": 8})
     (root / "link.png").symlink_to("3.png")
     os.link(root / "4.png", root / "hard.png")
@@ -340,7 +330,7 @@ def test_a_file_is_one_image_by_whatever_path(tmp_path: Path) -> None:
     }
 
 
-def test_one_tar_or_table_under_two_names_is_refused(tmp_path: Path) -> None:
+def test_one_tar_or_table_under_two_names_is_refused(tmp_path):
     write_tars(tmp_path / "in", {"a.tar": {"0.png": picture(0), "0.cls": b"0"}})
     (tmp_path / "in/b.tar").symlink_to("a.tar")
     text = refusal(tmp_path, tmp_path / "in", source={"kind": "webdataset"})
@@ -349,7 +339,7 @@ def test_one_tar_or_table_under_two_names_is_refused(tmp_path: Path) -> None:
     assert "two splits share files" in refusal(tmp_path, tmp_path / "in", source=splits)
 
 
-def test_equal_bytes_in_two_splits_are_counted_for_every_source(tmp_path: Path) -> None:
+def test_equal_bytes_in_two_splits_are_counted_for_every_source(tmp_path):
     root = write_folder(tmp_path / "in", {"train/a": 3, "val/a": 2, "test/a": 2})
     (root / "val/a/copy.png").write_bytes((root / "train/a/1.png").read_bytes())
     (root / "test/a/copy.png").write_bytes((root / "train/a/1.png").read_bytes())
@@ -381,7 +371,7 @@ def sorted_tars(root: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def indexed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def indexed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sorted")
     index(sorted_tars(folder / "tars"), folder / "index")
     return folder / "index"
@@ -393,9 +383,7 @@ def opened(path: Path, **settings: Any) -> TrainingSet:
     )
 
 
-def test_keys_that_tars_share_get_the_name_of_their_tar(
-    indexed: Path, tmp_path: Path
-) -> None:
+def test_keys_that_tars_share_get_the_name_of_their_tar(indexed: Path, tmp_path):
     split = read_split(indexed, split="train")
     keys = sample_keys(split, range(split.num_samples))
     assert len(set(keys)) == 120 and keys[25] == "1/005"
@@ -409,7 +397,7 @@ def test_keys_that_tars_share_get_the_name_of_their_tar(
     assert [chosen.read(i) for i in range(2)] == [picture(203), picture(519)]
 
 
-def test_unique_keys_stay_as_they_are(tmp_path: Path) -> None:
+def test_unique_keys_stay_as_they_are(tmp_path):
     tars = {f"{n}.tar": {f"k{n}.png": picture(n), f"k{n}.cls": b"0"} for n in range(2)}
     tars["0.tar"] |= {"same.png": picture(8), "same.cls": b"0"}
     tars["1.tar"] |= {"same.png": picture(9), "same.cls": b"0"}
@@ -419,9 +407,7 @@ def test_unique_keys_stay_as_they_are(tmp_path: Path) -> None:
     assert sample_keys(split, range(4)) == ["k0", "0/same", "k1", "1/same"]
 
 
-def test_keys_of_two_splits_are_refused_where_copies_are_left_out(
-    tmp_path: Path,
-) -> None:
+def test_keys_of_two_splits_are_refused_where_copies_are_left_out(tmp_path):
     for split, first in (("train", 5), ("val", 0)):
         members = {"0.png": picture(first), "0.cls": b"0"}
         write_tars(tmp_path / "tars", {f"{first}-{split}.tar": members})
@@ -434,9 +420,7 @@ def test_keys_of_two_splits_are_refused_where_copies_are_left_out(
         check_keys(tmp_path / "index", list_samples(tmp_path / "index"))
 
 
-def test_a_list_refuses_an_index_whose_keys_repeat(
-    indexed: Path, tmp_path: Path
-) -> None:
+def test_a_list_refuses_an_index_whose_keys_repeat(indexed: Path, tmp_path):
     """As earlier versions made them."""
     (tmp_path / "old").mkdir()
     table = pq.read_table(indexed / "index.parquet")
@@ -453,7 +437,7 @@ def test_a_list_refuses_an_index_whose_keys_repeat(
         )
 
 
-def test_parts_of_sorted_tars_are_drawn_from_all_of_them(indexed: Path) -> None:
+def test_parts_of_sorted_tars_are_drawn_from_all_of_them(indexed: Path):
     for settings in ({"first_percent": 30.0}, {"dev_percent": 30.0}):
         found = opened(indexed, **settings)
         (part,) = found.parts
@@ -469,7 +453,7 @@ def test_parts_of_sorted_tars_are_drawn_from_all_of_them(indexed: Path) -> None:
     assert both.parts[0].num_samples == 30 and both.dev is not None
 
 
-def test_an_index_is_checked_as_a_whole_too(tmp_path: Path) -> None:
+def test_an_index_is_checked_as_a_whole_too(tmp_path):
     train = {"0.png": picture(0), "0.cls": b"cat"}
     tars = {"train-0.tar": train, "val-0.tar": {"0.png": picture(1), "0.cls": b"Cat"}}
     write_tars(tmp_path / "tars", tars)
@@ -483,9 +467,7 @@ def test_an_index_is_checked_as_a_whole_too(tmp_path: Path) -> None:
 # ---- another source ------------------------------------------------------------------------------
 
 
-def test_an_output_of_another_source_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_of_another_source_is_refused(tmp_path, monkeypatch):
     for name, num in (("one", 2), ("two", 3)):
         write_folder(tmp_path / name, {"a": num, "b": num})
     (tmp_path / "link").symlink_to("one")
@@ -506,9 +488,7 @@ def test_an_output_of_another_source_is_refused(
 # ---- folders without labels ----------------------------------------------------------------------
 
 
-def test_unlabelled_folders_are_listed_in_parts_with_the_same_result(
-    tmp_path: Path,
-) -> None:
+def test_unlabelled_folders_are_listed_in_parts_with_the_same_result(tmp_path):
     names = [f"{a}/{b}" for a in range(9) for b in range(9)]
     root = write_folder(tmp_path / "in", dict.fromkeys([".", *names, "0/0/deep"], 1))
     (root / ".hidden").mkdir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -113,14 +112,14 @@ COPIES = {
 
 
 @every(kind=COPIES)
-def test_copies_are_found(kind: str) -> None:
+def test_copies_are_found(kind: str):
     copies = described(*(COPIES[kind](image) for image in images()))
     caught = are_duplicates(originals(), copies)
     assert caught.mean() >= 0.99
     assert np.array_equal(are_duplicates(copies, originals()), caught)
 
 
-def test_different_pictures_do_not_match() -> None:
+def test_different_pictures_do_not_match():
     first, second = np.triu_indices(NUM_IMAGES, 1)
     assert not are_duplicates(originals()[first], originals()[second]).any()
 
@@ -141,7 +140,7 @@ def surface(seed: int, *, num_defects: int = 1) -> Image.Image:
     return image
 
 
-def test_surfaces_that_differ_in_small_defects_are_no_copies() -> None:
+def test_surfaces_that_differ_in_small_defects_are_no_copies():
     contents = [encoded(surface(seed), "PNG") for seed in range(40)]
     likely = nearest_similar(described(*contents))
     pairs = [(i, int(first)) for i, first in enumerate(likely) if first != i]
@@ -164,7 +163,7 @@ def dotted(seed: int) -> Image.Image:
 
 
 @every(draw=[surface, dotted, lambda seed: photograph(320, 240 + seed)])
-def test_copies_stand_the_second_look(draw: Any) -> None:
+def test_copies_stand_the_second_look(draw: Any):
     for seed in range(3):
         image = draw(seed).convert("RGB")
         original = encoded(image, "PNG")
@@ -177,7 +176,7 @@ def test_copies_stand_the_second_look(draw: Any) -> None:
 
 
 @every(turn=[lambda image: image, ImageOps.mirror])
-def test_likeness_is_the_correlation_of_both_pictures(turn: Any) -> None:
+def test_likeness_is_the_correlation_of_both_pictures(turn: Any):
     image = photograph(300, 300)
     copy = turn(image).resize((128, 128), Image.Resampling.BILINEAR)
     grey = np.asarray(turn(copy).convert("L")).ravel()
@@ -189,13 +188,13 @@ def test_likeness_is_the_correlation_of_both_pictures(turn: Any) -> None:
     assert found == pytest.approx(expected, abs=0.002)
 
 
-def test_the_files_of_a_folder_are_in_one_order(tmp_path: Path) -> None:
+def test_the_files_of_a_folder_are_in_one_order(tmp_path):
     touch(tmp_path, *(f"{number}.jpg" for number in range(30)))
     names = list_images(tmp_path)["name"].to_pylist()
     assert len(names) == 30 and names == sorted(names)
 
 
-def test_blank_pictures_match_nothing() -> None:
+def test_blank_pictures_match_nothing():
     """Not even themselves, nor other blank pictures with encoding noise, nor broken files."""
     blank = [Image.new("RGB", (60, 50), (value,) * 3) for value in (0, 128, 130, 255)]
     noise = np.random.default_rng(0).integers(-3, 4, (50, 60, 3)) + 128
@@ -214,7 +213,7 @@ def test_blank_pictures_match_nothing() -> None:
 
 
 @every(angle="0.0, 0.5, 1.25")
-def test_a_faint_smooth_picture_matches_its_copy(angle: float) -> None:
+def test_a_faint_smooth_picture_matches_its_copy(angle: float):
     """Its details are encoding noise, so their correlation must not decide."""
     y, x = np.mgrid[:96, :96] / 96
     values = 128 + 16 * (x * np.cos(angle) + y * np.sin(angle) - 0.5)
@@ -223,7 +222,7 @@ def test_a_faint_smooth_picture_matches_its_copy(angle: float) -> None:
     assert are_duplicates(pair[:1], pair[1:]).all()
 
 
-def test_correlation_is_the_cosine_of_the_coefficients() -> None:
+def test_correlation_is_the_cosine_of_the_coefficients():
     rng = np.random.default_rng(0)
     left, right = rng.integers(-9999, 9999, (2, 5, 64), dtype=np.int16)
     _, _, signs = search._frequencies()
@@ -261,7 +260,7 @@ def corpora(draw: st.DrawFn) -> np.ndarray:
 @settings(max_examples=60, deadline=None)
 def test_the_search_finds_the_nearest_of_all_pairs(
     descriptors: np.ndarray, max_pairs: int
-) -> None:
+):
     """Among those that are much alike, any."""
     with mock.patch.multiple(search, MAX_PAIRS=max_pairs, BATCH_ROWS=3):
         found = nearest_similar(descriptors)

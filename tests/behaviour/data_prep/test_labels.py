@@ -31,13 +31,13 @@ def written(path: Path, text: str) -> str:
 
 
 @every(name=LABEL_SPACES)
-def test_known_spaces_have_their_published_sizes(name: str) -> None:
+def test_known_spaces_have_their_published_sizes(name: str):
     classes = known_space(name)
     assert (len(classes), classes[0], classes[-1]) == SIZES[name]
     assert len(set(classes)) == len(classes)
 
 
-def test_numeric_labels_keep_their_numbers() -> None:
+def test_numeric_labels_keep_their_numbers():
     found = {"10": 1, "2": 5, "0": 1}
     assert labels().label_map(found, keep_numbers=True) == tuple(map(str, range(11)))
     assert labels().label_map(found) == ("0", "10", "2")
@@ -46,7 +46,7 @@ def test_numeric_labels_keep_their_numbers() -> None:
     assert labels().label_map({}, keep_numbers=True) == ()
 
 
-def test_labels_are_the_sorted_classes_or_all_of_a_space() -> None:
+def test_labels_are_the_sorted_classes_or_all_of_a_space():
     assert labels().class_of("dog") == "dog" and labels().class_of(None) is None
     assert labels().label_map({"dog": 1, "Eel": 2, "cat": 3}) == ("Eel", "cat", "dog")
     known = labels(space="imagenet_1k")
@@ -56,11 +56,11 @@ def test_labels_are_the_sorted_classes_or_all_of_a_space() -> None:
 
 
 @every(value=["-1", "1000", "", " 1", "1_0", "٣", "1.0", "9" * 5000])
-def test_invalid_positions_have_no_class(value: str) -> None:
+def test_invalid_positions_have_no_class(value: str):
     assert labels(space="imagenet_1k", values="index").class_of(value) is None
 
 
-def test_maps_apply_before_the_space(tmp_path: Path) -> None:
+def test_maps_apply_before_the_space(tmp_path):
     by_class = written(
         tmp_path / "a.csv", '\ufefftench,n01440764\n"a, b",n01443537\nx,nowhere\n'
     )
@@ -96,15 +96,15 @@ def test_maps_apply_before_the_space(tmp_path: Path) -> None:
     ],
 )
 def test_malformed_files_are_refused_with_their_line(
-    key: str, name: str, text: bytes | None, message: str, tmp_path: Path
-) -> None:
+    key: str, name: str, text: bytes | None, message: str, tmp_path
+):
     if text is not None:
         (tmp_path / name).write_bytes(text)
     with refused(message):
         labels(**{key: str(tmp_path / name)})
 
 
-def test_unknown_classes_are_counted() -> None:
+def test_unknown_classes_are_counted():
     known = labels(space="imagenet_1k")
     unknown = dict.fromkeys(known_space("imagenet_22k")[:40], 7) | {"n02000000": 9}
     unknown = {
@@ -121,7 +121,7 @@ def test_unknown_classes_are_counted() -> None:
     known.check({}, found={})
 
 
-def test_unknown_classes_may_be_rejected_but_not_all() -> None:
+def test_unknown_classes_may_be_rejected_but_not_all():
     known = labels(space="imagenet_1k", unknown="reject")
     known.check({"cat": 3}, found={"n01440764": 5})
     with refused("1 classes of the source .3 images.*; 0 images") as caught:
@@ -130,7 +130,7 @@ def test_unknown_classes_may_be_rejected_but_not_all() -> None:
     assert "labels.space=null" in str(caught.value)
 
 
-def test_errors_distinguish_positions_map_and_space(tmp_path: Path) -> None:
+def test_errors_distinguish_positions_map_and_space(tmp_path):
     with refused(r"not among the 1,000 of imagenet_1k.*'11000' \(2 images"):
         labels(space="imagenet_1k", values="index").check({"11000": 2}, found={})
     path = written(tmp_path / "a.csv", "tench,n01440764\ncat,pussy\n")

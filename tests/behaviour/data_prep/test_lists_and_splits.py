@@ -69,7 +69,7 @@ image_ts label_ts
 
 
 @every(folders=RECOGNISED)
-def test_folders_named_by_keywords_are_splits(folders: str, tmp_path: Path) -> None:
+def test_folders_named_by_keywords_are_splits(folders: str, tmp_path):
     for name in folders.split():
         touch(tmp_path, f"{name}/cat/1.jpg", f"{name}/dog/1.jpg")
     touch(tmp_path, ".cache/x/3.jpg")
@@ -82,8 +82,8 @@ def test_folders_named_by_keywords_are_splits(folders: str, tmp_path: Path) -> N
 
 @every(names=REFUSED)
 def test_folders_that_may_be_splits_are_refused_with_both_readings(
-    names: str, tmp_path: Path
-) -> None:
+    names: str, tmp_path
+):
     folders = names.split()
     for name in folders:
         is_flat = name in ("preview", "annotations", *"abcde")
@@ -122,14 +122,12 @@ def test_folders_that_may_be_splits_are_refused_with_both_readings(
         ("strain", "valley", "device", "contest", "a", "b", "c", "d", "e"),
     ]
 )
-def test_classes_may_be_called_like_splits(
-    folders: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_classes_may_be_called_like_splits(folders: tuple[str, ...], tmp_path):
     touch(tmp_path, *(f"{name}/1.jpg" for name in folders))
     assert {row.class_name for row in inputs(tmp_path)} == set(folders)
 
 
-def test_files_named_by_keywords_are_splits(tmp_path: Path) -> None:
+def test_files_named_by_keywords_are_splits(tmp_path):
     names = [
         "train-00000-of-00002",
         "train-00001-of-00002",
@@ -172,9 +170,7 @@ FILES = {
 
 
 @every(names=FILES, place="folder, bucket")
-def test_files_are_splits_one_split_or_refused(
-    names: str, place: str, tmp_path: Path
-) -> None:
+def test_files_are_splits_one_split_or_refused(names: str, place: str, tmp_path):
     tars = touch(tmp_path, *(f"{name}.tar" for name in names.split()))
     work = WorkFolder(run_of(tars, tmp_path / "out"))
     work.path.mkdir()
@@ -200,7 +196,7 @@ def test_files_are_splits_one_split_or_refused(
     assert set(found(splits={"train": "*"}).split()) == {"train"}
 
 
-def test_spellings_of_splits_in_a_table_are_one_split(tmp_path: Path) -> None:
+def test_spellings_of_splits_in_a_table_are_one_split(tmp_path):
     spelled = [
         "Train",
         "TRAIN",
@@ -276,7 +272,7 @@ FORMS = {
 
 
 @every(form=FORMS)
-def test_a_list_gives_each_image_its_class(form: str, tmp_path: Path) -> None:
+def test_a_list_gives_each_image_its_class(form: str, tmp_path):
     touch(tmp_path / "in", *(f"train/{number}/1.jpg" for number in range(3)))
     touch(tmp_path / "in/val", *LOOSE)
     (tmp_path / "list").write_bytes(FORMS[form].encode())
@@ -285,7 +281,7 @@ def test_a_list_gives_each_image_its_class(form: str, tmp_path: Path) -> None:
     assert found == dict(rows_of(LOOSE))
 
 
-def test_a_full_name_goes_before_a_stem(tmp_path: Path) -> None:
+def test_a_full_name_goes_before_a_stem(tmp_path):
     touch(tmp_path / "in", "train/hen/1.jpg", "val/a.jpg", "val/a.jpg.png")
     (tmp_path / "list").write_text("a.jpg.png,owl\na.jpg,hen\n")
     rows = inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
@@ -302,8 +298,8 @@ def test_a_full_name_goes_before_a_stem(tmp_path: Path) -> None:
 - [['v_0.jpg,cat'], '']
 """)
 def test_lines_that_name_no_image_are_counted(
-    lines: list[str], note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    lines: list[str], note: str, tmp_path, capsys
+):
     touch(tmp_path / "in", "train/cat/1.jpg", "val/v_0.jpg")
     (tmp_path / "list").write_text("\n".join(lines))
     inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
@@ -330,9 +326,7 @@ def test_lines_that_name_no_image_are_counted(
         ("class\ncat\ndog\n", "with 3 lines names no image"),
     ],
 )
-def test_a_list_that_fits_no_form_is_refused(
-    text: str, message: str, tmp_path: Path
-) -> None:
+def test_a_list_that_fits_no_form_is_refused(text: str, message: str, tmp_path):
     touch(
         tmp_path / "in", "train/cat/1.jpg", "train/dog/1.jpg", "val/a.jpg", "val/b.jpg"
     )
@@ -342,7 +336,7 @@ def test_a_list_that_fits_no_form_is_refused(
 
 
 @every(text=["a.jpg,cat\nb.jpg,dog\n", "cat\ndog\n"])
-def test_a_line_is_for_one_image(text: str, tmp_path: Path) -> None:
+def test_a_line_is_for_one_image(text: str, tmp_path):
     names = [f"{split}/{name}.jpg" for split in ("test", "val") for name in "ab"]
     touch(tmp_path / "in", "train/cat/1.jpg", "train/dog/1.jpg", *names)
     (tmp_path / "list").write_text(text)
@@ -370,8 +364,8 @@ def test_a_line_is_for_one_image(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_classes_alone_need_names_with_one_order(
-    names: list[str], is_certain: bool, tmp_path: Path
-) -> None:
+    names: list[str], is_certain: bool, tmp_path
+):
     touch(tmp_path / "in", "train/a b/1.jpg", *(f"val/{name}" for name in names))
     labels = [f"class, {number}" for number in range(len(names))]
     (tmp_path / "list").write_text("\n".join(labels) + "\n")
@@ -388,9 +382,7 @@ def test_classes_alone_need_names_with_one_order(
 
 
 @every(mark=["", "\ufeff"], ends=["\n", "\r\n", "\r"])
-def test_marks_and_ends_of_lines_are_no_part_of_names(
-    ends: str, mark: str, tmp_path: Path
-) -> None:
+def test_marks_and_ends_of_lines_are_no_part_of_names(ends: str, mark: str, tmp_path):
     def file(name: str, *lines: str) -> str:
         (tmp_path / name).write_bytes((mark + ends.join([*lines, ""])).encode())
         return str(tmp_path / name)
@@ -426,9 +418,7 @@ def test_marks_and_ends_of_lines_are_no_part_of_names(
         (b"a\n\xed\xa0\x80\n", "is not UTF-8.*in line 2"),
     ],
 )
-def test_other_bytes_are_refused_with_their_line(
-    data: bytes, message: str, tmp_path: Path
-) -> None:
+def test_other_bytes_are_refused_with_their_line(data: bytes, message: str, tmp_path):
     (tmp_path / "file.csv").write_bytes(data)
     for read in (
         load_space,
@@ -467,16 +457,14 @@ def test_other_bytes_are_refused_with_their_line(
         (b"image,other\n0.jpg,a\n", "has no column 'label'"),
     ],
 )
-def test_tables_in_other_encodings_are_refused(
-    data: bytes, message: str, tmp_path: Path
-) -> None:
+def test_tables_in_other_encodings_are_refused(data: bytes, message: str, tmp_path):
     (tmp_path / "t.csv").write_bytes(data)
     touch(tmp_path, "0.jpg")
     with refused(message):
         inputs(tmp_path / "t.csv", kind="path_table")
 
 
-def test_what_needs_no_text_may_be_any_bytes(tmp_path: Path) -> None:
+def test_what_needs_no_text_may_be_any_bytes(tmp_path):
     name = b"caf\xe9.jpg"
     touch(tmp_path, "0.jpg", "1.jpg", name.decode("utf-8", "surrogateescape"))
     (tmp_path / "t.csv").write_bytes(
@@ -494,7 +482,7 @@ def test_what_needs_no_text_may_be_any_bytes(tmp_path: Path) -> None:
     assert found == ["great, white", "b"]
 
 
-def test_names_of_classes_that_cannot_be_stored_are_no_names(tmp_path: Path) -> None:
+def test_names_of_classes_that_cannot_be_stored_are_no_names(tmp_path):
     """A lone surrogate in the metadata of a Parquet file."""
     facts = '{"info": {"features": {"label": {"_type": "ClassLabel", "names": ["a\\ud800", "b"]}}}}'
     table = pa.table({"image": [b"x"], "label": [0]})

@@ -51,7 +51,7 @@ FAULTS = [errno.EIO, errno.EACCES]
 CUT = partial(os.truncate, length=100)
 
 
-def test_files_that_will_be_refused_need_no_space(tmp_path: Path) -> None:
+def test_files_that_will_be_refused_need_no_space(tmp_path):
     for number in range(NUM_PICTURES):
         write(tmp_path / "images" / f"cat/{number}.png", seed=number)
     with open(tmp_path / "images/cat/hole.png", "wb") as file:
@@ -70,7 +70,7 @@ def write(path: Path, *, seed: int) -> None:
     path.write_bytes(encoded("PNG", seed=seed))
 
 
-def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
+def test_ignored_classes_leave_no_label(tmp_path):
     for number in range(20):
         write(
             tmp_path / f"images/{'' if number % 4 else 'sub/'}{number}.png", seed=number
@@ -97,7 +97,7 @@ def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
     assert check_folder(tmp_path / "s", manifest=manifest, num_workers=1) == []
 
 
-def test_nothing_is_held_out_of_a_table_with_splits(tmp_path: Path) -> None:
+def test_nothing_is_held_out_of_a_table_with_splits(tmp_path):
     for number in range(10):
         write(tmp_path / f"{number}.png", seed=number)
     rows = "".join(
@@ -118,7 +118,7 @@ def test_nothing_is_held_out_of_a_table_with_splits(tmp_path: Path) -> None:
     }
 
 
-def test_a_mount_point_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_a_mount_point_is_refused_before_any_work(tmp_path):
     (tmp_path / "shards").symlink_to("/proc")
     for output in (tmp_path / "shards", Path("/proc")):
         with refused(r"mount point(.|\n)*next: .*/proc/shards"):
@@ -144,12 +144,8 @@ def test_a_mount_point_is_refused_before_any_work(tmp_path: Path) -> None:
     ],
 )
 def test_lost_work_stops_and_keeps_the_rest(
-    until: str,
-    damaged: str,
-    damage: Callable[[Path], None],
-    message: str,
-    tmp_path: Path,
-) -> None:
+    until: str, damaged: str, damage: Callable[[Path], None], message: str, tmp_path
+):
     """No output gets its name without all its tars."""
     table = pa.table({"image": [encoded("JPEG", seed=1)], "label": ["a"]})
     pq.write_table(table, tmp_path / "rows.parquet")
@@ -171,7 +167,7 @@ FILES = {
 
 
 @every(key=FILES)
-def test_a_changed_file_changes_the_settings(key: str, tmp_path: Path) -> None:
+def test_a_changed_file_changes_the_settings(key: str, tmp_path):
     section = "labels" if key in ("map", "space") else "source"
     listed = tmp_path / "list.csv"
     run = run_of(tmp_path, tmp_path / "out", **{section: {key: str(listed)}})
@@ -187,8 +183,8 @@ def test_a_changed_file_changes_the_settings(key: str, tmp_path: Path) -> None:
 
 @every(num_links="4, 5")
 def test_too_many_bad_inputs_are_refused_before_an_image_is_read(
-    num_links: int, tmp_path: Path
-) -> None:
+    num_links: int, tmp_path
+):
     """Hidden files and other names do not count: 4 of 20 are a fifth."""
     folder = tmp_path / "images/cat"
     folder.mkdir(parents=True)
@@ -214,8 +210,8 @@ def test_too_many_bad_inputs_are_refused_before_an_image_is_read(
 - [cat/1.txt, image_folder, '1 other_name .*: ''cat/1.txt''']
 """)
 def test_when_every_input_is_rejected_the_error_says_why(
-    name: str, kind: str, message: str, tmp_path: Path
-) -> None:
+    name: str, kind: str, message: str, tmp_path
+):
     file = tmp_path / "source" / name
     file.parent.mkdir(parents=True)
     file.write_bytes(b"PAR1 cut")
@@ -225,7 +221,7 @@ def test_when_every_input_is_rejected_the_error_says_why(
         prepare_here(run)
 
 
-def test_a_split_without_a_sound_file_is_refused(tmp_path: Path) -> None:
+def test_a_split_without_a_sound_file_is_refused(tmp_path):
     table = pa.table({"image": [encoded("PNG", seed=1)], "label": ["a"]})
     pq.write_table(table, tmp_path / "train.parquet")
     (tmp_path / "val.parquet").write_bytes(b"PAR1 cut")
@@ -241,7 +237,7 @@ def test_a_split_without_a_sound_file_is_refused(tmp_path: Path) -> None:
     assert "source.splits.val" in error.value.text()
 
 
-def test_only_bad_images_count_against_the_limit() -> None:
+def test_only_bad_images_count_against_the_limit():
     """Among files named like images; nor do those that the settings leave out."""
     reasons = ["bad_pixels"] * 2 + [None] * 8 + ["other_name", "hidden"] * 500
     sums, left = Outcomes(), Outcomes()
@@ -258,7 +254,7 @@ def test_only_bad_images_count_against_the_limit() -> None:
     assert sums.examples["bad_pixels"] == ["0", "1", "0"]
 
 
-def test_a_shard_is_written_without_holding_its_images(tmp_path: Path) -> None:
+def test_a_shard_is_written_without_holding_its_images(tmp_path):
     comment, image = b"\xff\xfe\xff\xff" + bytes(65_533), encoded("JPEG", seed=0)
     (tmp_path / "images/cat").mkdir(parents=True)
     for number in range(16):
@@ -280,9 +276,7 @@ def test_a_shard_is_written_without_holding_its_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [*OUTAGES, *FAULTS], ids=errno.errorcode.get)
-def test_outages_while_reading_reject_no_file(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outages_while_reading_reject_no_file(code: int, tmp_path, monkeypatch):
     run = run_of(corpus(tmp_path / "images", num=1), tmp_path / "shards")
     status = (tmp_path / "images" / "cat" / "000.jpg").stat()
     row = {
@@ -307,9 +301,7 @@ def test_outages_while_reading_reject_no_file(
         check_input(WorkFolder(run), row | {"num_bytes": 9})
 
 
-def test_a_listing_that_is_cut_off_keeps_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_listing_that_is_cut_off_keeps_the_work(tmp_path, monkeypatch):
     run, listed = (
         run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards"),
         ImageFolder.inputs,
@@ -337,8 +329,8 @@ def test_a_listing_that_is_cut_off_keeps_the_work(
 
 @every(leaves_a_folder="false, true", mount="images, images/cat")
 def test_an_unmounted_source_keeps_the_work_and_resumes(
-    mount: str, leaves_a_folder: bool, tmp_path: Path
-) -> None:
+    mount: str, leaves_a_folder: bool, tmp_path
+):
     run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
     p = prepare_here(run, until="write shards")
     times = (tmp_path / "images").stat()
@@ -391,7 +383,7 @@ def ordered(
 @given(st.lists(NAMES, unique=True, max_size=60), st.integers(1, 20))
 def test_order_and_keys_do_not_depend_on_the_order_of_listing(
     names: list[str], batch: int
-) -> None:
+):
     inputs = [make_input(name) for name in names]
     whole = ordered(inputs, batch=1000)
     shuffled = random.Random(batch).sample(inputs, len(inputs))
@@ -402,7 +394,7 @@ def test_order_and_keys_do_not_depend_on_the_order_of_listing(
     assert all(re.fullmatch(r"[A-Za-z0-9_-]{1,70}", key) for key in keys)
 
 
-def test_order_is_that_of_sha256_written_out() -> None:
+def test_order_is_that_of_sha256_written_out():
     inputs = [make_input(f"{i}.jpg") for i in range(50)]
     rows = ordered(inputs, batch=7, seed=5)
     expected = sorted(
@@ -414,7 +406,7 @@ def test_order_is_that_of_sha256_written_out() -> None:
     assert other != rows and sorted(other) == sorted(rows)
 
 
-def test_plain_names_stay_readable_and_others_get_a_hash() -> None:
+def test_plain_names_stay_readable_and_others_get_a_hash():
     assert (
         make_key("n01440764", "n01440764_10026", path="p")
         == "n01440764-n01440764_10026"
@@ -426,7 +418,7 @@ def test_plain_names_stay_readable_and_others_get_a_hash() -> None:
     assert make_key("cat", forged, path="q") != make_key("cat", "a b", path="p")
 
 
-def test_each_class_holds_out_the_rows_with_its_smallest_hashes() -> None:
+def test_each_class_holds_out_the_rows_with_its_smallest_hashes():
     random_numbers = np.random.default_rng(0)
     class_of = random_numbers.integers(0, 5, 300)
     hashes = random_numbers.integers(0, 1 << 63, 300).astype(np.uint64)

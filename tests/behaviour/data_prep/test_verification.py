@@ -37,14 +37,14 @@ POOLS: list[pa.MemoryPool] = []
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sound(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sound") / "shards"
     make_shard_folder(folder)
     return folder
 
 
 @pytest.fixture
-def shards(sound: Path, tmp_path: Path) -> Path:
+def shards(sound: Path, tmp_path) -> Path:
     shutil.copytree(sound, tmp_path / "shards")
     return tmp_path / "shards"
 
@@ -60,18 +60,18 @@ def check_of_first(folder: Path) -> Callable[[], list[str]]:
     return partial(check_tar, task, folder=folder, root=folder, ours=True)
 
 
-def test_a_sound_folder_has_no_findings(sound: Path) -> None:
+def test_a_sound_folder_has_no_findings(sound: Path):
     assert findings(sound) == []
 
 
-def test_tars_behind_a_url_are_refused_and_not_called_damaged(shards: Path) -> None:
+def test_tars_behind_a_url_are_refused_and_not_called_damaged(shards: Path):
     manifest = replace(read_manifest(shards), shards_root="https://host/shards")
     write_manifest(shards, manifest=manifest)
     with refused("https://host/shards is a URL(.|\n)*download"):
         findings(shards)
 
 
-def test_a_cut_at_every_offset_is_found(shards: Path) -> None:
+def test_a_cut_at_every_offset_is_found(shards: Path):
     check, num_bytes = check_of_first(shards), (shards / TRAIN).stat().st_size
     with open(shards / TRAIN, "r+b") as file:
         for size in reversed(range(num_bytes)):
@@ -82,7 +82,7 @@ def test_a_cut_at_every_offset_is_found(shards: Path) -> None:
             assert len(found) > 1
 
 
-def test_a_changed_byte_at_every_offset_is_found(shards: Path) -> None:
+def test_a_changed_byte_at_every_offset_is_found(shards: Path):
     check, whole = check_of_first(shards), (shards / TRAIN).read_bytes()
     with open(shards / TRAIN, "r+b", buffering=0) as file:
         for offset in range(0, len(whole)):
@@ -126,7 +126,7 @@ def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) ->
 """)
 def test_an_index_that_was_written_wrongly_is_found(
     shards: Path, order: str, values: Values, message: str
-) -> None:
+):
     def change(index_rows: list[Values]) -> None:
         index_rows[2].update(values)
         index_rows[:5] = [index_rows[int(number)] for number in order]
@@ -137,9 +137,7 @@ def test_an_index_that_was_written_wrongly_is_found(
 
 
 @every(label="0, -2")
-def test_labels_in_a_folder_without_classes_are_found(
-    tmp_path: Path, label: int
-) -> None:
+def test_labels_in_a_folder_without_classes_are_found(tmp_path, label: int):
     folder = tmp_path / "shards"
     make_shard_folder(folder, classes=())
     assert findings(folder) == []
@@ -148,7 +146,7 @@ def test_labels_in_a_folder_without_classes_are_found(
 
 
 @every(name=[INDEX_NAME, "ledger.parquet", "_info.json", TRAIN])
-def test_missing_and_cut_files_are_found(shards: Path, name: str) -> None:
+def test_missing_and_cut_files_are_found(shards: Path, name: str):
     data = (shards / name).read_bytes()
     (shards / name).unlink()
     missing = findings(shards)
@@ -161,7 +159,7 @@ def test_missing_and_cut_files_are_found(shards: Path, name: str) -> None:
     assert name != TRAIN or not entry_points_file(shards, TRAIN).exists()
 
 
-def test_other_index_columns_are_refused(shards: Path) -> None:
+def test_other_index_columns_are_refused(shards: Path):
     pq.write_table(pa.table({"key": ["a"]}), shards / INDEX_NAME)
     found = findings(shards)
     assert any("has other columns" in text for text in found)
@@ -182,12 +180,8 @@ def test_other_index_columns_are_refused(shards: Path) -> None:
 )
 @every(batch_rows="1, 2, 1000")
 def test_the_samples_of_ledger_and_index_are_compared_in_pieces(
-    shards: Path,
-    change: Any,
-    is_found: bool,
-    batch_rows: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    shards: Path, change: Any, is_found: bool, batch_rows: int, monkeypatch
+):
     monkeypatch.setattr("data_prep.verification.BATCH_ROWS", batch_rows)
     assert findings(shards) == []
     rows = pq.read_table(shards / "ledger.parquet").to_pylist()
@@ -200,9 +194,7 @@ def test_the_samples_of_ledger_and_index_are_compared_in_pieces(
     assert (what in findings(shards)) == is_found
 
 
-def test_memory_does_not_grow_with_the_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_does_not_grow_with_the_samples(tmp_path, monkeypatch):
     """At most 60 bytes a row: Arrow's peak and Python's, over all that sees every row."""
     monkeypatch.setattr("data_prep.verification.BATCH_ROWS", 1_000)
     num, per_tar = 100_000, 2_000
@@ -252,7 +244,7 @@ def test_memory_does_not_grow_with_the_samples(
 
 
 @every(reader="verification, source")
-def test_a_parquet_file_is_never_held_as_a_whole(reader: str, tmp_path: Path) -> None:
+def test_a_parquet_file_is_never_held_as_a_whole(reader: str, tmp_path):
     """Random bytes, which do not get smaller in the file: 8 MB in 32 groups of rows."""
     path, num = tmp_path / "rows.parquet", 8_000
     table = pa.table({"image": [random.randbytes(1000) for _ in range(num)]})
@@ -273,9 +265,7 @@ def test_a_parquet_file_is_never_held_as_a_whole(reader: str, tmp_path: Path) ->
 
 
 @every(name=["../x.tar", "/x.tar", "a/../../x.tar", "..", "", "a\0.tar"])
-def test_a_manifest_that_names_files_outside_is_refused(
-    shards: Path, name: str
-) -> None:
+def test_a_manifest_that_names_files_outside_is_refused(shards: Path, name: str):
     manifest = read_manifest(shards)
     first = manifest.splits["train"].shards[0]
     split = replace(manifest.splits["train"], shards=(replace(first, name=name),))
@@ -286,9 +276,7 @@ def test_a_manifest_that_names_files_outside_is_refused(
         list_samples(shards)
 
 
-def test_an_index_that_names_other_tars_is_not_followed(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_an_index_that_names_other_tars_is_not_followed(shards: Path, tmp_path):
     (tmp_path / "secret").write_bytes(b"x" * 10_000)
     rewritten(shards, lambda rows: rows[0].update(shard="../secret"))
     with refused("names the tar '../secret', which manifest.json does not"):
@@ -298,9 +286,7 @@ def test_an_index_that_names_other_tars_is_not_followed(
 
 
 @every(link="entry_points, entry_points/deep")
-def test_entry_points_are_not_written_through_links(
-    shards: Path, tmp_path: Path, link: str
-) -> None:
+def test_entry_points_are_not_written_through_links(shards: Path, tmp_path, link: str):
     (tmp_path / "victim").mkdir()
     name = f"deep/{TRAIN}" if "/" in link else TRAIN
     (shards / name).parent.mkdir(exist_ok=True)
@@ -325,7 +311,7 @@ def test_entry_points_are_not_written_through_links(
     assert not list((tmp_path / "victim").iterdir())
 
 
-def test_a_ledger_of_other_sums_is_found(shards: Path) -> None:
+def test_a_ledger_of_other_sums_is_found(shards: Path):
     write_manifest(
         shards, manifest=replace(read_manifest(shards), inputs={"num_rows": 9})
     )

@@ -27,7 +27,7 @@ NO_PID = 1 << 23
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> WorkFolder:
+def work(tmp_path) -> WorkFolder:
     folder = WorkFolder(run_of(tmp_path / "in", tmp_path / "out"))
     folder.path.mkdir()
     folder.open()
@@ -56,15 +56,13 @@ def process(work: WorkFolder, where: str, pid: int, *, age_s: float = 0.0) -> st
     return heartbeat.parent.name
 
 
-def test_every_unit_is_done_once(work: WorkFolder) -> None:
+def test_every_unit_is_done_once(work: WorkFolder):
     assert sorted(run(work, ["a", "b", "c"])) == ["a", "b", "c"]
     assert run(work, ["a", "b", "c"]) == []
     assert not list((work.path / "claims").iterdir())
 
 
-def test_what_others_did_meanwhile_is_seen(
-    work: WorkFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_others_did_meanwhile_is_seen(work: WorkFolder, monkeypatch):
     take = WorkFolder.take
 
     def late(work: WorkFolder, claim: Path) -> bool:
@@ -80,8 +78,8 @@ def test_what_others_did_meanwhile_is_seen(
 
 @every(skew_s="0.0, -3600.0, 3600.0")
 def test_claims_of_silent_processes_are_taken_over(
-    work: WorkFolder, skew_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    work: WorkFolder, skew_s: float, monkeypatch
+):
     """By the file system's clock. In a new container the ids of a dead one live again."""
     here, old = socket.gethostname(), 65.0
     names = {
@@ -108,14 +106,14 @@ def test_claims_of_silent_processes_are_taken_over(
     }
 
 
-def test_a_task_that_starts_again_has_another_name(work: WorkFolder) -> None:
+def test_a_task_that_starts_again_has_another_name(work: WorkFolder):
     """Though its host and its process id are the same; workers are named after their task."""
     again = WorkFolder(work.run)
     assert again.scratch.name != work.scratch.name
     assert pickle.loads(pickle.dumps(work)).scratch.name == work.scratch.name
 
 
-def test_a_task_that_ends_frees_what_its_workers_held(work: WorkFolder) -> None:
+def test_a_task_that_ends_frees_what_its_workers_held(work: WorkFolder):
     claim = work.claim("a")
     claim.symlink_to(process(work, work.task, NO_PID))
     other = work.claim("b")
@@ -125,11 +123,7 @@ def test_a_task_that_ends_frees_what_its_workers_held(work: WorkFolder) -> None:
     assert not work.take(other) and not work.take(other)
 
 
-def test_a_wait_says_for_whom_and_how_long(
-    work: WorkFolder,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_wait_says_for_whom_and_how_long(work: WorkFolder, monkeypatch, capsys):
     monkeypatch.setattr(sharing, "SAY_WAIT_S", 0.05)
     work.claim("a").symlink_to(process(work, "node-7-1234abcd", 55))
     thread = threading.Thread(target=lambda: run(work, ["a"]), daemon=True)
@@ -147,7 +141,7 @@ def test_a_wait_says_for_whom_and_how_long(
     assert all(re.match(expected, line) for line in said)
 
 
-def test_units_of_living_processes_are_waited_for(work: WorkFolder) -> None:
+def test_units_of_living_processes_are_waited_for(work: WorkFolder):
     (work.path / "claims/a").symlink_to(process(work, "elsewhere", 1))
     done: list[str] = []
     thread = threading.Thread(target=lambda: done.extend(run(work, ["a"])), daemon=True)
@@ -159,9 +153,7 @@ def test_units_of_living_processes_are_waited_for(work: WorkFolder) -> None:
     assert not thread.is_alive() and not done
 
 
-def test_a_process_has_a_heartbeat(
-    work: WorkFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_has_a_heartbeat(work: WorkFolder, monkeypatch):
     monkeypatch.setattr(sharing, "HEARTBEAT_S", 0.01)
     work.open()
     path = work.scratch / "alive"
@@ -170,14 +162,14 @@ def test_a_process_has_a_heartbeat(
 
 
 @every(num="1, 2")
-def test_each_result_has_the_position_of_its_item(num: int) -> None:
+def test_each_result_has_the_position_of_its_item(num: int):
     items = [0.05 if number % 3 == 0 else number / 1e6 for number in range(50)]
     with Workers(time.sleep, num=num, imports=()) as workers:
         found = sorted(workers.results(iter(items)))
     assert found == [(position, item, None) for position, item in enumerate(items)]
 
 
-def test_an_error_is_raised_here_and_ends_the_workers() -> None:
+def test_an_error_is_raised_here_and_ends_the_workers():
     before = descendants(os.getpid())
     with pytest.raises(ValueError, match="invalid literal") as caught:
         with Workers(int, num=2, imports=()) as workers:
@@ -188,7 +180,7 @@ def test_an_error_is_raised_here_and_ends_the_workers() -> None:
     )  # the server and its tracker
 
 
-def test_a_dead_worker_process_is_reported() -> None:
+def test_a_dead_worker_process_is_reported():
     """Not as bad input, which no job of SLURM would try again."""
     with pytest.raises(WorkerError, match="a worker process died") as caught:
         with Workers(os._exit, num=2, imports=()) as workers:

@@ -32,9 +32,7 @@ from vitscale.distributed.processes import is_alive, node_name
 from vitscale.tracking.journal import Journal, read_rows
 
 
-def test_content_is_flushed_before_the_rename_the_name_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_content_is_flushed_before_the_rename_the_name_after(tmp_path, monkeypatch):
     """In any other order power loss can leave an empty file, or the old one after a commit."""
     calls: list[tuple[str, Any]] = []
     replace = os.replace
@@ -54,7 +52,7 @@ def test_content_is_flushed_before_the_rename_the_name_after(
     assert calls == [("flush", 1000), ("rename", "file"), ("flush folder", None)]
 
 
-def test_failed_write_leaves_the_old_file_alone(tmp_path: Path) -> None:
+def test_failed_write_leaves_the_old_file_alone(tmp_path):
     write_bytes(tmp_path / "file", b"old")
     with pytest.raises(KeyError), atomic_file(tmp_path / "file") as file:
         file.write(b"new")
@@ -94,9 +92,7 @@ def fill(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("do", "code"), [("print", 0), ("write", EXIT_CODES[FailureKind.STORAGE])]
 )
-def test_a_rank_prints_on_a_full_disk(
-    small_disk: Path, tmp_path: Path, do: str, code: int
-) -> None:
+def test_a_rank_prints_on_a_full_disk(small_disk: Path, tmp_path, do: str, code: int):
     fill(small_disk)
     with open(small_disk / "log", "ab") as log:
         done = subprocess.run(
@@ -109,9 +105,7 @@ def test_a_rank_prints_on_a_full_disk(
     assert done.returncode == code and (tmp_path / "done").exists()
 
 
-def test_what_a_full_disk_refuses_of_a_journal_is_written_later(
-    small_disk: Path,
-) -> None:
+def test_what_a_full_disk_refuses_of_a_journal_is_written_later(small_disk: Path):
     journal = Journal(small_disk / "journal.jsonl", resume_step=0)
     journal.append({"train/loss": 1.0}, step=1)
     filler = fill(small_disk)
@@ -126,10 +120,8 @@ def test_what_a_full_disk_refuses_of_a_journal_is_written_later(
 
 
 def test_records_of_a_full_disk_are_lost_with_a_warning(
-    small_disk: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    small_disk: Path, monkeypatch, capsys
+):
     monkeypatch.setattr(atomic_files, "PAUSES_S", ())
     filler = fill(small_disk)
     attempt = begin_attempt(small_disk, cluster="slurm", job_id="7")
@@ -148,7 +140,7 @@ def test_records_of_a_full_disk_are_lost_with_a_warning(
 PER_NODE = 4
 
 
-def test_one_rank_of_a_node_makes_it() -> None:
+def test_one_rank_of_a_node_makes_it():
     made = []
 
     def make(rank: int) -> dict[str, Any]:
@@ -172,7 +164,7 @@ def test_one_rank_of_a_node_makes_it() -> None:
         assert value["rows"].path == value["same"].path
 
 
-def test_columns_pickle_as_their_path_and_parts_as_arrays() -> None:
+def test_columns_pickle_as_their_path_and_parts_as_arrays():
     column: Column = once_per_node(
         lambda: np.arange(100_000), is_maker=True, gather=lambda own: [own]
     )
@@ -201,7 +193,7 @@ def test_columns_pickle_as_their_path_and_parts_as_arrays() -> None:
 )
 def test_an_error_of_any_node_is_raised_on_all_ranks(
     error: UserError, failing: tuple[int, ...], kind: type[UserError], text: str
-) -> None:
+):
     def make(rank: int) -> int:
         if rank in failing:
             raise error
@@ -235,7 +227,7 @@ sys.stdin.read()
 """
 
 
-def test_what_another_process_made_outlives_it() -> None:
+def test_what_another_process_made_outlives_it():
     maker = subprocess.Popen(
         [sys.executable, "-c", MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

@@ -38,7 +38,7 @@ def config(
     )
 
 
-def test_raw_keys_are_merged_over_the_generated_ones() -> None:
+def test_raw_keys_are_merged_over_the_generated_ones():
     raw = {
         "zero_optimization": {"reduce_bucket_size": 7},
         "bf16": {"enabled": 1},
@@ -72,7 +72,7 @@ def test_micro_batches_are_summed_in_fp32_and_few_ranks_in_half_precision(
     world_size: int,
     section: str | None,
     sent_as: str | None,
-) -> None:
+):
     found = config(dtype, stage=stage, world_size=world_size)
     assert {"torch_autocast", "bf16", "fp16"} & found.keys() == {section} - {None}
     sums = {"grad_accum_dtype": "fp32"} if section in ("bf16", "fp16") else None
@@ -81,14 +81,14 @@ def test_micro_batches_are_summed_in_fp32_and_few_ranks_in_half_precision(
 
 
 @every(stage="1, 2")
-def test_bucket_holds_the_largest_parameter(stage: int) -> None:
+def test_bucket_holds_the_largest_parameter(stage: int):
     """The gradient of a larger one is freed while it is still being reduced."""
     for raw in ({}, {"zero_optimization": {"reduce_bucket_size": 50}}):
         found = config(BF16, stage=stage, largest_parameter=10**8, **raw)
         assert found["zero_optimization"]["reduce_bucket_size"] == 10**8
 
 
-def test_one_fp32_rank_copies_nothing_for_unsharded_stages() -> None:
+def test_one_fp32_rank_copies_nothing_for_unsharded_stages():
     """ZeRO 1 and 2 have nothing to shard there; the estimate of memory knows."""
 
     def stages(dtype: torch.dtype, world_size: int) -> list[int]:
@@ -109,7 +109,7 @@ def test_one_fp32_rank_copies_nothing_for_unsharded_stages() -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_fp16_needs_a_gpu() -> None:
+def test_fp16_needs_a_gpu():
     with refused("runs on cpu\n  allowed: auto, fp32"):
         resolve_precision(EngineSettings(precision="fp16"), torch.device("cpu"))
 
@@ -145,7 +145,7 @@ READ = """
 @pytest.mark.parametrize("engine, raw, setting", yaml.safe_load(UNREAD))
 def test_raw_keys_that_nothing_reads_are_refused(
     engine: dict[str, Any], raw: dict[str, Any], setting: str
-) -> None:
+):
     problems = list(raw_problems(raw, engine=EngineSettings(**engine)))
     assert [text for _, text in problems] == [
         f"has no effect here; remove it, or set {setting}"
@@ -153,13 +153,11 @@ def test_raw_keys_that_nothing_reads_are_refused(
 
 
 @pytest.mark.parametrize("engine, raw", yaml.safe_load(READ))
-def test_raw_keys_that_are_read_are_taken(
-    engine: dict[str, Any], raw: dict[str, Any]
-) -> None:
+def test_raw_keys_that_are_read_are_taken(engine: dict[str, Any], raw: dict[str, Any]):
     assert list(raw_problems(raw, engine=EngineSettings(**engine))) == []
 
 
-def test_ranks_add_in_a_precision_that_exists() -> None:
+def test_ranks_add_in_a_precision_that_exists():
     problems = list(
         raw_problems({"communication_data_type": "int8"}, engine=EngineSettings())
     )

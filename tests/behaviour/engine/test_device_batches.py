@@ -26,7 +26,7 @@ def numbered(num: int, *, error: Exception | None = None) -> Iterator[Batch]:
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def events(monkeypatch) -> list[str]:
     """What a GPU would be told to do, in order."""
     found: list[str] = []
     copies = object()
@@ -55,7 +55,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_kernels_wait_for_their_own_copy_alone(events: list[str]) -> None:
+def test_kernels_wait_for_their_own_copy_alone(events: list[str]):
     batches = DeviceBatches(numbered(2), GPU)
     for number in range(2):
         assert int(next(batches).labels[0]) == number
@@ -69,7 +69,7 @@ def test_kernels_wait_for_their_own_copy_alone(events: list[str]) -> None:
     assert events == expected + [line.format(1) for line in use]
 
 
-def test_error_of_the_loader_comes_at_its_own_batch(events: list[str]) -> None:
+def test_error_of_the_loader_comes_at_its_own_batch(events: list[str]):
     """The step before it still ends, and with it its checkpoint and its line in the log."""
     batches = DeviceBatches(numbered(1, error=RankError("a worker died")), GPU)
     next(batches)
@@ -79,7 +79,7 @@ def test_error_of_the_loader_comes_at_its_own_batch(events: list[str]) -> None:
         next(batches)
 
 
-def test_cpu_gets_the_batches_themselves_and_none_ahead() -> None:
+def test_cpu_gets_the_batches_themselves_and_none_ahead():
     given = list(numbered(2))
     source = iter(given)
     batches = DeviceBatches(source, CPU)

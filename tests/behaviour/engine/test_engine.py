@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -67,17 +66,15 @@ def original_linear() -> Iterator[None]:
 - [1, 3]
 - [3, 0]
 """)
-def test_a_training_goes_on_at_another_stage(
-    world: World, source: int, target: int
-) -> None:
+def test_a_training_goes_on_at_another_stage(world: World, source: int, target: int):
     """Clipping, skipped updates, the average of the weights, and all counters are the same."""
     state_moves_in_the_middle(world, source=source, target=target)
 
 
 @pytest.mark.distributed
 def test_every_rank_resumes_with_what_the_others_read(
-    warm_starter: WarmStarter, tmp_path: Path
-) -> None:
+    warm_starter: WarmStarter, tmp_path
+):
     """Moments without ZeRO, sliced weights, and layers that are not trained."""
     checks = [f"frozen moves from ZeRO {move}" for move in ("0 to 3", "3 to 1")]
     script = [ROOT / "tests/support/engine/engine_checks.py", *checks]
@@ -87,12 +84,12 @@ def test_every_rank_resumes_with_what_the_others_read(
         assert rank.output().count("passed: ") == len(checks), rank.output()[-3000:]
 
 
-def test_the_head_of_a_bf16_model_is_in_fp32(world: World) -> None:
+def test_the_head_of_a_bf16_model_is_in_fp32(world: World):
     keeps_the_head_in_fp32(world, stage=1)
 
 
 @torch.no_grad()
-def test_a_trained_model_is_evaluated_as_in_training(world: World) -> None:
+def test_a_trained_model_is_evaluated_as_in_training(world: World):
     """In bf16 to the bit; its last layer keeps the digits that the engine's remainders lack."""
     machine = Machine(stage=1, precision="bf16")
     engine = new_engine("adamw", machine, world, model=far_model())
@@ -111,9 +108,7 @@ def test_a_trained_model_is_evaluated_as_in_training(world: World) -> None:
     )
 
 
-def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(
-    world: World,
-) -> None:
+def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World):
     """Relative to the spread of the logits; autocast keeps weights, norms and residuals in fp32."""
     arch = ViTSettings(**MODEL | {"depth": 32, "width": 48, "image_size": 32}).resolved(
         num_classes=7
@@ -143,7 +138,7 @@ def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(
 
 
 @every(stage=LAYOUTS)
-def test_buffers_are_saved_and_move_with_the_state(world: World, stage: int) -> None:
+def test_buffers_are_saved_and_move_with_the_state(world: World, stage: int):
     """Buffers that are not persistent are computed."""
     engines = []
     for value in (torch.tensor([1.5, -2.0]), torch.zeros(2)):
@@ -158,9 +153,7 @@ def test_buffers_are_saved_and_move_with_the_state(world: World, stage: int) -> 
     moved(*engines)
 
 
-def test_another_release_of_deepspeed_is_refused(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_release_of_deepspeed_is_refused(world: World, monkeypatch):
     monkeypatch.setattr(deepspeed, "__version__", "0.19.9")
     with refused(r"DeepSpeed 0.19.9 is installed.*\n  allowed: deepspeed=="):
         new_engine("adamw", Machine(stage=1), world)
@@ -186,7 +179,7 @@ def calls_of(loop: Any) -> int:
 """)
 def test_an_update_asks_little_more_of_the_host_than_a_plain_loop(
     world: World, stage: int, precision: str
-) -> None:
+):
     """In bf16, at the depth of B/16; a group for each layer costs what it costs in torch."""
 
     def task(**optim: Any) -> Task:
@@ -217,7 +210,7 @@ def test_an_update_asks_little_more_of_the_host_than_a_plain_loop(
             assert calls_of(EngineLoop(task(**optim), world, stage=stage)) < 1.55 * bare
 
 
-def test_autocast_ends_with_its_engine(world: World) -> None:
+def test_autocast_ends_with_its_engine(world: World):
     """DeepSpeed remembers it for all later engines, which sum gradients in another precision."""
     new_engine("adamw", Machine(precision="bf16"), world)
     assert torch_autocast.is_autocast_initialized()
@@ -237,7 +230,7 @@ def seen_gpu() -> Iterator[None]:
 @every(precision="fp32, bf16", stage=STAGES)
 def test_a_cpu_is_used_beside_gpus(
     world: World, seen_gpu: None, stage: int, precision: str
-) -> None:
+):
     assert get_accelerator().device_name() == "cuda"
     training = Training("adamw", Machine(stage=stage, precision=precision), world)
     training.train(2)
@@ -250,8 +243,8 @@ def test_a_cpu_is_used_beside_gpus(
 
 @every(stage="2, 3")
 def test_a_loss_that_leaves_out_other_parameters_is_refused(
-    world: World, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    world: World, stage: int, monkeypatch
+):
     """As one of two ranks, whose gradients DeepSpeed would add to those of other parameters."""
     two = replace(world, world_size=2)
     images = IMAGES[:4]
@@ -281,9 +274,7 @@ def test_a_loss_that_leaves_out_other_parameters_is_refused(
 
 
 @every(stage=STAGES)
-def test_a_parameter_that_no_loss_uses_is_decayed_alike(
-    world: World, stage: int
-) -> None:
+def test_a_parameter_that_no_loss_uses_is_decayed_alike(world: World, stage: int):
     """Its gradient is zero, on one rank without ZeRO too: AdamW would leave out what has none."""
     model = new_model("adamw")
     model.register_parameter("unused", torch.nn.Parameter(torch.ones(3, 2)))
@@ -296,7 +287,7 @@ def test_a_parameter_that_no_loss_uses_is_decayed_alike(
 
 
 @every(stage="0, 1")
-def test_a_closed_engine_watches_its_model_no_more(world: World, stage: int) -> None:
+def test_a_closed_engine_watches_its_model_no_more(world: World, stage: int):
     """On several ranks it would send its own sums between those of the next engine."""
     model = new_model("adamw")
     with patch.object(gradients.dist, "get_world_size", return_value=2):
@@ -317,7 +308,7 @@ def test_a_closed_engine_watches_its_model_no_more(world: World, stage: int) -> 
     assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
 
 
-def test_an_update_whose_norm_is_minus_one_is_skipped() -> None:
+def test_an_update_whose_norm_is_minus_one_is_skipped():
     """DeepSpeed's for a norm that overflows."""
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)

@@ -52,9 +52,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trained(
-    request: pytest.FixtureRequest,
+    request,
     warm_starter: WarmStarter,
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory,
 ) -> Iterator[Trained]:
     """Train the cases of the tests that run with the engine, in a job for each number of ranks."""
     cases = dict.fromkeys([CONTROL])
@@ -94,12 +94,12 @@ def trained(
 @every(
     name=by_level([*fast_cases(), *slow_cases()], fast=fast_cases(), slow=slow_cases())
 )
-def test_a_training_is_that_of_the_reference(trained: Trained, name: str) -> None:
+def test_a_training_is_that_of_the_reference(trained: Trained, name: str):
     is_exact = ALL[name][1].precision == "fp32"
     check(ALL[name][0], trained(name), train_reference(*ALL[name]), exact=is_exact)
 
 
-def test_all_optimisers_objectives_and_losses_are_tasks() -> None:
+def test_all_optimisers_objectives_and_losses_are_tasks():
     """A new entry of a registry needs a task, and a reference of its own."""
     runs = [make_run(task, Machine()) for task in TASKS]
     assert {run.optim.name for run in runs} == OPTIMIZERS.keys()
@@ -110,7 +110,7 @@ def test_all_optimisers_objectives_and_losses_are_tasks() -> None:
     assert kinds == {"softmax", "sigmoid", "bce"}
 
 
-def test_the_reference_can_tell(trained: Trained) -> None:
+def test_the_reference_can_tell(trained: Trained):
     """A run at another rate, by a thousandth, is not the reference's."""
     ours, right = trained(CONTROL), train_reference(*ALL[CONTROL])
     moved = {key: value * (1 + 1e-3) for key, value in ours.weights.items()}

@@ -35,7 +35,7 @@ def in_order(names: Sequence[str], order: Sequence[int]) -> tuple[str, ...]:
 @every(data=[SYNSETS, WORDS, TORCHVISION])
 def test_imagenets_classes_meet_however_they_are_written(
     model: Sequence[str] | None, data: Sequence[str]
-) -> None:
+):
     """Words alone do not tell: two classes are called `crane`, labels 134 and 517."""
     found = column_of_each_class(model, data, num_outputs=1000)
     assert found.columns == tuple(range(1000))
@@ -47,9 +47,7 @@ def test_imagenets_classes_meet_however_they_are_written(
 
 
 @every(model=[SYNSETS, WORDS, TORCHVISION, None])
-def test_ids_in_any_order_and_number_find_their_outputs(
-    model: Sequence[str] | None,
-) -> None:
+def test_ids_in_any_order_and_number_find_their_outputs(model: Sequence[str] | None):
     for order in (SHUFFLED, SHUFFLED[:10]):
         found = column_of_each_class(model, in_order(SYNSETS, order), num_outputs=1000)
         assert list(found.columns) == order
@@ -57,12 +55,12 @@ def test_ids_in_any_order_and_number_find_their_outputs(
 
 
 @every(model=[SYNSETS, WORDS, None])
-def test_numbers_are_positions_in_imagenets_list(model: Sequence[str] | None) -> None:
+def test_numbers_are_positions_in_imagenets_list(model: Sequence[str] | None):
     found = column_of_each_class(model, NUMBERS, num_outputs=1000)
     assert list(found.columns) == [int(name) for name in NUMBERS]
 
 
-def test_words_of_a_few_classes_find_their_outputs() -> None:
+def test_words_of_a_few_classes_find_their_outputs():
     expected = [SYNSETS.index(synset) for synset in IMAGENETTE_IDS]
     for model in (SYNSETS, WORDS, None):
         found = column_of_each_class(model, IMAGENETTE, num_outputs=1000)
@@ -95,19 +93,19 @@ def test_words_of_a_few_classes_find_their_outputs() -> None:
 """)
 def test_other_classes_meet_by_name(
     model: list[str] | None, data: list[str], columns: list[int], how: str
-) -> None:
+):
     found = column_of_each_class(model, data, num_outputs=len(model or data))
     assert (list(found.columns), found.how) == (columns, how)
 
 
-def test_both_spellings_of_an_accent_are_one_name() -> None:
+def test_both_spellings_of_an_accent_are_one_name():
     names = ("café", "tea")
     data = tuple(unicodedata.normalize("NFD", name) for name in names)
     assert data[0] != names[0]
     assert column_of_each_class(names, data, num_outputs=2).columns == (0, 1)
 
 
-def test_classes_that_only_one_side_names_are_refused() -> None:
+def test_classes_that_only_one_side_names_are_refused():
     """Position says nothing there: MNIST's digits are not ImageNet's first ten classes."""
     digits = tuple(map(str, range(10)))
     for data, num_outputs in (
@@ -119,7 +117,7 @@ def test_classes_that_only_one_side_names_are_refused() -> None:
             column_of_each_class(None, data, num_outputs=num_outputs)
 
 
-def test_names_of_several_classes_are_names_of_none() -> None:
+def test_names_of_several_classes_are_names_of_none():
     """Which crane it is nothing tells, nor which of two folders the tenches are in."""
     for data in (("crane", "goldfish"), ("tench", "goldfish", "Tinca tinca")):
         found = column_of_each_class(SYNSETS, data, num_outputs=1000)

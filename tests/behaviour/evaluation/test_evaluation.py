@@ -87,7 +87,7 @@ def group() -> Iterator[None]:
 - [360, 360]
 - [42500, 50000]
 """)
-def test_the_interval_equals_scipys(count: int, images: int) -> None:
+def test_the_interval_equals_scipys(count: int, images: int):
     expected = binomtest(count, images).proportion_ci(method="wilson")
     share, none = Share(count, images), Share(0, 0)
     assert share == count / images and share.images == images
@@ -107,7 +107,7 @@ def subject(*shards: str, outputs: int = 3) -> Any:
         (subject("cat", outputs=0), ("has no head", "knn")),
     ],
 )
-def test_what_has_no_classes_is_refused(given: Any, parts: tuple[str, ...]) -> None:
+def test_what_has_no_classes_is_refused(given: Any, parts: tuple[str, ...]):
     check_labels(subject("cat", "dog", "eel"), name="classification")
     with pytest.raises(UserError) as error:
         check_labels(given, name="classification")
@@ -122,7 +122,7 @@ def train_split() -> Any:
     return split_of(values, [number % 3 for number in range(30)])
 
 
-def test_features_are_computed_once_whoever_asks() -> None:
+def test_features_are_computed_once_whoever_asks():
     split = train_split()
     subject = array_subject(split, split)
     some = subject.features("train", samples=np.array([3, 5, 17]))
@@ -142,7 +142,7 @@ def test_features_are_computed_once_whoever_asks() -> None:
     assert len(subject.extracted[-1]) == 30
 
 
-def test_features_of_earlier_weights_are_never_used() -> None:
+def test_features_of_earlier_weights_are_never_used():
     """Nor where an evaluation was left half way."""
     train, test = clusters(name="train"), clusters(name="test")
     subject, knn = array_subject(train, test), [Knn(KnnSettings()), Knn(KnnSettings())]
@@ -155,7 +155,7 @@ def test_features_of_earlier_weights_are_never_used() -> None:
     assert list(results(knn, subject)) == [{"knn_top1": 1.0}] * 2
 
 
-def test_parts_of_a_training_set_are_numbered_through() -> None:
+def test_parts_of_a_training_set_are_numbered_through():
     split, other = train_split(), split_of(torch.ones(4, 5), [2, 1, 0, 2])
     subject = array_subject((split, other), other)
     found = subject.features("train", samples=np.array([29, 30, 32]))
@@ -203,9 +203,7 @@ class FakeEngine:
         self.value = 1.0
 
 
-def test_each_evaluation_runs_at_its_own_interval_and_last(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_evaluation_runs_at_its_own_interval_and_last(monkeypatch):
     """First the weights, then their average."""
     monkeypatch.setattr(registry, "EVALUATIONS", {"a": Weights, "b": Weights})
     engine: Any = FakeEngine()
@@ -231,7 +229,7 @@ def test_each_evaluation_runs_at_its_own_interval_and_last(
     assert folders == ["a", "a/ema", "a", "a", "a/ema", "a/ema"] and engine.training
 
 
-def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers() -> None:
+def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers():
     """And says so; in `vitscale evaluate` it is an error."""
     logits = torch.zeros(4, 2)
     logits[3, 1] = math.nan  # the padding of its batch, too
@@ -266,8 +264,8 @@ class FiniteWeights(Weights):
 
 
 def test_a_training_goes_on_with_its_weights_when_outputs_of_their_average_are_no_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """It went on with the average as its weights, and without a word of it."""
     monkeypatch.setattr(registry, "EVALUATIONS", {"a": FiniteWeights})
     engine: Any = FakeEngine()
@@ -282,7 +280,7 @@ def test_a_training_goes_on_with_its_weights_when_outputs_of_their_average_are_n
     assert engine.training and engine.value == 1.0
 
 
-def test_every_entry_is_named_by_its_settings() -> None:
+def test_every_entry_is_named_by_its_settings():
     for name, evaluation in registry.EVALUATIONS.items():
         assert evaluation.Settings.model_fields["name"].default == name
         assert evaluation.needs in get_args(Output)
@@ -310,7 +308,7 @@ label,class,images,correct,top1
 
 
 @every(num_classes="5, 8")
-def test_metrics_equal_brute_force(num_classes: int) -> None:
+def test_metrics_equal_brute_force(num_classes: int):
     logits = torch.randn(NUM, num_classes, generator=torch.Generator().manual_seed(1))
     labels = [(3 * number) % num_classes for number in range(NUM)]
     found = classified(given_outputs(logits, labels))
@@ -327,7 +325,7 @@ def test_metrics_equal_brute_force(num_classes: int) -> None:
     assert isinstance(found["top1"], Share) and found["top1"].images == NUM
 
 
-def test_each_head_of_a_distilled_model_is_counted() -> None:
+def test_each_head_of_a_distilled_model_is_counted():
     """The class head is right about image 0, the other about 0 and 1, their softmaxes about all."""
     heads_2BC = numbers("""
     - [[2.0, 0, 0], [5.1, 0, 5], [0, 3.0, 2.9], [1, 0, 0]]
@@ -351,7 +349,7 @@ def test_each_head_of_a_distilled_model_is_counted() -> None:
     assert {name: found[name] for name in shares} == pytest.approx(shares)
 
 
-def test_the_mean_over_classes_counts_classes(tmp_path: Path) -> None:
+def test_the_mean_over_classes_counts_classes(tmp_path):
     logits = torch.eye(3)[[0, 0, 0, 2]]
     classes = ("cat, black", "dog", "eel")
     names = {"classes": classes, "model_classes": classes}
@@ -361,7 +359,7 @@ def test_the_mean_over_classes_counts_classes(tmp_path: Path) -> None:
     assert (tmp_path / "per_class.csv").read_bytes() == TABLE.encode()
 
 
-def test_calibration_equals_a_case_by_hand(tmp_path: Path) -> None:
+def test_calibration_equals_a_case_by_hand(tmp_path):
     """Two classes, the first predicted with these probabilities."""
     logits = torch.tensor(
         [[math.log(p), math.log1p(-p)] for p in (0.95, 0.95, 0.65, 0.65)]
@@ -390,7 +388,7 @@ def test_calibration_equals_a_case_by_hand(tmp_path: Path) -> None:
     assert (found["ece"], found["loss"]) == pytest.approx((0.5, 100.0))
 
 
-def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_one_error(tmp_path):
     (tmp_path / "files").write_text("no folder")
     subject = given_outputs(torch.eye(2), [0, 1], folder=tmp_path / "files")
     with refused("per_class.csv: cannot be written"):
@@ -400,7 +398,7 @@ def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
 # ---- confusion -----------------------------------------------------------------------------------
 
 
-def test_examples_show_each_wrong_class_once() -> None:
+def test_examples_show_each_wrong_class_once():
     """The most frequent first; of equally frequent ones the first label."""
     guesses = (2, 1, 2, 1, 2, 0, 0)
     found = np.array(
@@ -411,9 +409,7 @@ def test_examples_show_each_wrong_class_once() -> None:
     assert examples(found[1:], 0, count=4) == [(1, 11), (2, 12)]
 
 
-def test_equal_classes_and_confusions_have_the_order_of_labels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_classes_and_confusions_have_the_order_of_labels(tmp_path, monkeypatch):
     drawn: list[Any] = []
     monkeypatch.setattr(Confusion, "_draw", lambda *each: drawn.extend(each[2]))
     logits = torch.eye(4)[[3, 2, 1, 0, 0]]
@@ -424,7 +420,7 @@ def test_equal_classes_and_confusions_have_the_order_of_labels(
     assert lines == ["0,1,1", "1,2,1", "2,3,1", "3,0,1", "0,0,1"]
 
 
-def test_files_and_metric_equal_a_case_by_hand(tmp_path: Path) -> None:
+def test_files_and_metric_equal_a_case_by_hand(tmp_path):
     folder = write_shard_folder(
         tmp_path / "shards",
         num_per_class=2,
@@ -455,7 +451,7 @@ def subset(**settings: Any) -> Subset:
     return Subset(SubsetSettings(**settings))
 
 
-def test_labels_are_mapped_by_name() -> None:
+def test_labels_are_mapped_by_name():
     # The model's best output, fox, is no class of the shards.
     logits = numbers("[[1.0, 2, 3, 9], [3, 2, 1, 9], [1, 3, 2, 9], [1, 2, 3, 9]]")
     names = {"classes": ("eel", "cat"), "model_classes": ("cat", "dog", "eel", "fox")}
@@ -465,7 +461,7 @@ def test_labels_are_mapped_by_name() -> None:
 
 
 @every(name=SUBSETS)
-def test_named_sets_are_timms_index_lists(name: Any) -> None:
+def test_named_sets_are_timms_index_lists(name: Any):
     lines = timm_file(f"{name}_indices.txt", where="").read_text().split()
     classes = known_space(name)[::-1]  # shards may have any order
     subject = given_outputs(torch.zeros(1, 1000), [0], classes=classes)
@@ -474,7 +470,7 @@ def test_named_sets_are_timms_index_lists(name: Any) -> None:
     assert list(positions.columns) == list(range(200))[::-1]
 
 
-def test_classes_that_the_shards_lack_compete_too() -> None:
+def test_classes_that_the_shards_lack_compete_too():
     first, second = known_space("imagenet_a")[:2]
     logits = torch.zeros(1, 1000)
     logits[0, IMAGENET.index(first)], logits[0, IMAGENET.index(second)] = 1.0, 2.0
@@ -485,7 +481,7 @@ def test_classes_that_the_shards_lack_compete_too() -> None:
     assert found == {"subset_top1": 0.0, "subset_top5": 1.0}
 
 
-def test_images_of_missing_classes_count_as_wrong() -> None:
+def test_images_of_missing_classes_count_as_wrong():
     names = known_space("imagenet_21k_goog")
     classes = (*IMAGENET[:2], "n04399382")  # ImageNet-21k has no teddy bear
     logits = torch.zeros(2, len(names))
@@ -515,7 +511,7 @@ def split_with_keys(folder: Path, keys: list[str]) -> SplitIndex:
     return replace(split, index_path=path)
 
 
-def test_accuracy_equals_a_case_by_hand(tmp_path: Path) -> None:
+def test_accuracy_equals_a_case_by_hand(tmp_path):
     keys = [f"val-n01440764-ILSVRC2012_val_{number:08d}" for number in NUMBERS]
     logits = torch.zeros(4, 1000)
     logits[0, 231] = logits[1, 5] = logits[2, 1] = logits[3, 1] = 9.0
@@ -528,13 +524,13 @@ def test_accuracy_equals_a_case_by_hand(tmp_path: Path) -> None:
     assert isinstance(found["real_top1"], Share) and found["real_top1"].images == 3
 
 
-def test_the_published_number_of_images_is_left_out() -> None:
+def test_the_published_number_of_images_is_left_out():
     empty = (_label_table() < 0).all(axis=1)
     assert (len(empty), empty.sum()) == (50_000, 3_163)
 
 
 @every(key="val-cat-1, ILSVRC2012_val_00050001, ILSVRC2012_val_00000000")
-def test_other_keys_are_refused(tmp_path: Path, key: str) -> None:
+def test_other_keys_are_refused(tmp_path, key: str):
     keys = ["ILSVRC2012_val_00000001", key]
     subject = given_outputs(
         torch.zeros(2, 1000), [], val=split_with_keys(tmp_path, keys)
@@ -569,7 +565,7 @@ def brute_force(
 
 
 @every(num_bank="60, 4")
-def test_every_k_equals_brute_force(num_bank: int) -> None:
+def test_every_k_equals_brute_force(num_bank: int):
     bank, queries = 3 * normalized(num_bank, seed=0), 2 * normalized(40, seed=1)
     labels = [number % CLASSES for number in range(num_bank)]
     truth = [number % CLASSES for number in range(40)]
@@ -617,7 +613,7 @@ def direct_scores(
 
 
 @every(num_images="7, 24, 25, 300", std="5, 2.0e-05")
-def test_ridge_equals_a_direct_solve(num_images: int, std: float) -> None:
+def test_ridge_equals_a_direct_solve(num_images: int, std: float):
     """Also of features that hardly differ, as those of a collapsed model."""
     random = np.random.default_rng(0)
     train, test = (
@@ -633,7 +629,7 @@ def test_ridge_equals_a_direct_solve(num_images: int, std: float) -> None:
     assert np.abs(found - expected).max() < 1e-6
 
 
-def test_draws_are_those_of_big_vision_and_nested() -> None:
+def test_draws_are_those_of_big_vision_and_nested():
     random = np.random.default_rng(1)
     expected = [random.permutation(np.where(LABELS == label)[0]) for label in (0, 2, 4)]
     orders = class_orders(LABELS, seed=1)
@@ -649,7 +645,7 @@ def test_draws_are_those_of_big_vision_and_nested() -> None:
     ]  # a short class gives all it has
 
 
-def test_accuracies_equal_a_direct_solve_of_every_draw() -> None:
+def test_accuracies_equal_a_direct_solve_of_every_draw():
     random = np.random.default_rng(3)
     labels = [number % 4 for number in range(60)]
     centres = random.normal(0, 1, (4, 6))
@@ -703,7 +699,7 @@ def probe(**settings: Any) -> LinearHeads:
     return LinearHeads(LinearHeadsSettings(**chosen))
 
 
-def test_the_best_head_separates_clusters() -> None:
+def test_the_best_head_separates_clusters():
     subject = array_subject(clusters(name="train"), clusters(name="test"))
     found = probe().metrics(subject)
     ends = {
@@ -717,7 +713,7 @@ def test_the_best_head_separates_clusters() -> None:
     assert inside == ends | {"linear_lr_at_end": 0.0}
 
 
-def test_the_reported_split_does_not_choose() -> None:
+def test_the_reported_split_does_not_choose():
     """Its labels are shifted: the rate that learns nothing would look better on it."""
     train, test = clusters(name="train"), clusters(name="test")
     test.label = (test.label + 1) % 3
@@ -734,7 +730,7 @@ def test_the_reported_split_does_not_choose() -> None:
     assert [len(each) for each in dev_split(2, 0.01, seed=0)] == [1, 1]
 
 
-def test_heads_on_blocks_see_four_choices_of_columns() -> None:
+def test_heads_on_blocks_see_four_choices_of_columns():
     found = column_choices(10, "blocks")
     expected = [[0, 1], [*range(8)], [0, 1, 8, 9], [*range(10)]]
     assert [each.tolist() for each in found] == expected
@@ -750,7 +746,7 @@ def test_heads_on_blocks_see_four_choices_of_columns() -> None:
 THREE_RATES, STEPS, BATCH, CHOSEN = (0.01, 0.5, 3.0), 12, 16, np.arange(2, 38)
 
 
-def test_heads_equal_torch_sgd() -> None:
+def test_heads_equal_torch_sgd():
     values = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(40) % 3
     order = np.random.default_rng(0).permutation(40)
@@ -782,7 +778,7 @@ def test_heads_equal_torch_sgd() -> None:
         assert torch.allclose(found[number], alone, atol=1e-5)
 
 
-def test_every_epoch_takes_each_row_once_in_a_new_order() -> None:
+def test_every_epoch_takes_each_row_once_in_a_new_order():
     batches = itertools.islice(epoch_batches(38, batch=19, seed=0), 200)
     epochs = np.concatenate(list(batches)).reshape(100, 38)
     assert all(sorted(epoch) == list(range(38)) for epoch in epochs.tolist())

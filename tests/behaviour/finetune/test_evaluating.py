@@ -51,7 +51,7 @@ def group() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards(tmp_path_factory) -> Path:
     """Sample i of a split is of class i modulo three; keys are SPLIT-cLABEL-I."""
     folder = tmp_path_factory.mktemp("shards") / "animals"
     make_shard_folder(folder, lengths={"train": (9, 9), "test": (6,)}, classes=CLASSES)
@@ -59,7 +59,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mixed_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mixed_in(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shards") / "more"
     make_shard_folder(folder, lengths={"train": (3,), "test": (3,)}, classes=CLASSES)
     return folder
@@ -104,9 +104,7 @@ def reordered(model: TrainedModel, order: list[int]) -> dict[str, torch.Tensor]:
     }
 
 
-def test_classes_in_another_order_give_the_same_metrics(
-    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_classes_in_another_order_give_the_same_metrics(shards: Path, tmp_path, capsys):
     model = animals()
     expected = results(evaluation(saved(tmp_path / "same", model), shards, LOGITS))
     assert "matched by" not in capsys.readouterr().out
@@ -135,8 +133,8 @@ def test_classes_in_another_order_give_the_same_metrics(
     ],
 )
 def test_other_classes_are_neither_evaluated_nor_counted(
-    shards: Path, tmp_path: Path, classes: tuple[str, ...] | None, message: str
-) -> None:
+    shards: Path, tmp_path, classes: tuple[str, ...] | None, message: str
+):
     model = small_model(num_classes=len(classes or CLASSES), classes=classes)
     folder = saved(tmp_path / "model", model)
     for evaluate in LOGITS[:2]:
@@ -164,9 +162,7 @@ def predicted(
     return lines, list(csv.DictReader(open(output)))
 
 
-def test_predictions_meet_labels_whatever_their_order(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_predictions_meet_labels_whatever_their_order(shards: Path, tmp_path):
     model = animals()
     lines, rows = predicted(saved(tmp_path / "same", model), shards, tmp_path)
     right = sum(row["label"] == row["class_1"] for row in rows)
@@ -183,8 +179,8 @@ def test_predictions_meet_labels_whatever_their_order(
 
 
 def test_images_that_cannot_be_read_are_neither_right_nor_wrong(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    shards: Path, tmp_path, monkeypatch
+):
     """The first four of six are damaged in their shard."""
     monkeypatch.setattr(predicting, "CHUNK_ROWS", 4)
     damaged = Path(shutil.copytree(shards, tmp_path / "damaged"))
@@ -204,9 +200,7 @@ def test_images_that_cannot_be_read_are_neither_right_nor_wrong(
     assert lines[5:] == ["... 1 more, with the reason in column error"]
 
 
-def test_tables_of_ranks_are_joined_in_the_memory_of_one_row_group(
-    tmp_path: Path,
-) -> None:
+def test_tables_of_ranks_are_joined_in_the_memory_of_one_row_group(tmp_path):
     table = pa.table({"image": [f"{number:0900}" for number in range(4096)]})
     with pq.ParquetWriter(tmp_path / "0", table.schema) as writer:
         for _ in range(9):
@@ -217,7 +211,7 @@ def test_tables_of_ranks_are_joined_in_the_memory_of_one_row_group(
     assert max(used) < 3 * table.nbytes
 
 
-def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path: Path) -> None:
+def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path):
     """Words on one side, WordNet's ids on the other."""
     ids, words = (
         ("n01440764", "n01443537"),
@@ -239,8 +233,8 @@ def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path: Path) -> N
 
 @every(independent="false, true")
 def test_shares_stand_alone_where_the_loss_was_a_sigmoid(
-    shards: Path, tmp_path: Path, independent: bool
-) -> None:
+    shards: Path, tmp_path, independent: bool
+):
     model = replace(animals(), independent=independent)
     # Shares that are rounded to 1 and 0 leave the order of the classes as it is.
     bias: Any = model.network.head.bias
@@ -259,9 +253,7 @@ def test_shares_stand_alone_where_the_loss_was_a_sigmoid(
 
 
 @every(value=[math.nan, math.inf])
-def test_outputs_that_are_no_numbers_are_an_error(
-    shards: Path, tmp_path: Path, value: float
-) -> None:
+def test_outputs_that_are_no_numbers_are_an_error(shards: Path, tmp_path, value: float):
     model = animals()
     model.network.get_parameter("blocks.1.mlp.fc1.weight").data[0, 0] = value
     folder = saved(tmp_path / "model", model)
@@ -285,9 +277,7 @@ OTHERS = """
 """
 
 
-def test_results_of_another_evaluation_are_never_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_of_another_evaluation_are_never_replaced(tmp_path, monkeypatch):
     """The last change is to the images themselves: of the same names, as many of each class."""
     write_images: Any = partial(
         write_shard_folder, num_per_class=2, num_shards=1, classes=CLASSES, split="test"
@@ -318,7 +308,7 @@ def test_results_of_another_evaluation_are_never_replaced(
     assert Path("runs/x/results.json").read_bytes() == before
 
 
-def test_a_metric_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
+def test_a_metric_that_is_no_number_is_null_in_json(tmp_path):
     rows = as_rows("knn", {"knn_top1": Share(0, 0), "x": 5e-4}, image_size=8)
     write_results(tmp_path, rows, description={"name": "x"})
     stored = json.loads(
@@ -335,8 +325,8 @@ def test_a_metric_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("probe", PROBES, ids=[each["name"] for each in PROBES])
 def test_probes_never_learn_from_the_images_they_are_scored_on(
-    shards: Path, tmp_path: Path, probe: Values
-) -> None:
+    shards: Path, tmp_path, probe: Values
+):
     folder = saved(tmp_path / "model", animals())
     for data, number in (
         ({"val_split": "train"}, 18),
@@ -389,11 +379,11 @@ KEYS = [TRAIN[3], TRAIN[7], TRAIN[8]]
 def test_a_run_is_evaluated_on_the_images_it_was_evaluated_on(
     shards: Path,
     mixed_in: Path,
-    tmp_path: Path,
+    tmp_path,
     data: Any,
     bank: list[str],
     images: list[str],
-) -> None:
+):
     (tmp_path / "keys.txt").write_text("\n".join(KEYS))
     given = {
         "KEYS": str(tmp_path / "keys.txt"),
@@ -413,8 +403,8 @@ def _keys(index: Any) -> list[str]:
 
 
 def test_words_on_the_command_line_win_over_the_run(
-    shards: Path, mixed_in: Path, tmp_path: Path
-) -> None:
+    shards: Path, mixed_in: Path, tmp_path
+):
     data = {
         "path": str(shards),
         "train_split": "train",
@@ -443,6 +433,6 @@ def test_words_on_the_command_line_win_over_the_run(
 - [[2, 0]]
 - [[]]
 """)
-def test_shots_are_at_least_one_image(shots: list[int]) -> None:
+def test_shots_are_at_least_one_image(shots: list[int]):
     with pytest.raises(ValidationError):
         FewShotSettings(shots=tuple(shots))

@@ -45,7 +45,7 @@ NOISE = Image.fromarray(
 )
 def test_random_crops_lie_inside_the_image(
     draw_box: Callable[..., CropBox], width: int, height: int, low: float, key: int
-) -> None:
+):
     box = draw_box(
         width, height, area=(low, 1.0), aspect=(3 / 4, 4 / 3), random=CounterRandom(key)
     )
@@ -56,7 +56,7 @@ def test_random_crops_lie_inside_the_image(
         assert box.width * box.height >= low * width * height
 
 
-def test_without_a_fitting_draw_the_crop_is_centred() -> None:
+def test_without_a_fitting_draw_the_crop_is_centred():
     for sizes, expected in (
         ((1000, 10), CropBox(493, 0, 13, 10)),
         ((10, 1000), CropBox(0, 493, 10, 13)),
@@ -71,7 +71,7 @@ SIZES = (
 )
 
 
-def test_tf_crops_are_distributed_as_tensorflows() -> None:
+def test_tf_crops_are_distributed_as_tensorflows():
     """Statistics of 12,000 boxes by a copy of TensorFlow's kernel in single precision."""
     boxes = []
     for key in range(12_000):
@@ -92,7 +92,7 @@ def test_tf_crops_are_distributed_as_tensorflows() -> None:
 
 
 @pytest.mark.parametrize("resized, size", [((7, 7), 7), ((9, 12), 7), ((40, 54), 40)])
-def test_area_resize_averages_areas(resized: tuple[int, int], size: int) -> None:
+def test_area_resize_averages_areas(resized: tuple[int, int], size: int):
     """Each pixel as many times as there are rows and columns of the result: areas become whole."""
     pixels = np.random.default_rng(0).integers(0, 256, (23, 31, 3), dtype=np.uint8)
     own = area_resized(torch.from_numpy(pixels), resized=resized, size=size)
@@ -125,7 +125,7 @@ def plain_crop(pixels_HW3: torch.Tensor, *, size: int, key: int) -> torch.Tensor
 - [16, 21]
 - [16, 16]
 """)
-def test_plain_crop_is_a_crop_of_the_reflected_image(width: int, height: int) -> None:
+def test_plain_crop_is_a_crop_of_the_reflected_image(width: int, height: int):
     """DeiT-III's: RandomCrop(size, padding=4, padding_mode="reflect"), every offset as likely."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(
@@ -150,7 +150,7 @@ def test_plain_crop_is_a_crop_of_the_reflected_image(width: int, height: int) ->
         assert np.abs(counts - expected).max() < 5 * np.sqrt(expected)
 
 
-def test_squash_crop_has_its_share_at_every_place() -> None:
+def test_squash_crop_has_its_share_at_every_place():
     boxes = [
         squash_crop_box(32, 20, share=0.8, random=CounterRandom(key))
         for key in range(2000)
@@ -164,14 +164,14 @@ def test_squash_crop_has_its_share_at_every_place() -> None:
     )
 
 
-def test_the_centre_of_a_very_long_image_is_cut_first() -> None:
+def test_the_centre_of_a_very_long_image_is_cut_first():
     """Resized whole, 20,000 x 2 pixels would become 2,240,000 x 224."""
     expected = CropBox(9984, 0, 32, 2), (224, 16 * 224), (0, 1680)
     assert center_crop(20_000, 2, size=224, fraction=1.0) == expected
     assert center_crop(2, 20_000, size=224, fraction=1.0)[1] == (16 * 224, 224)
 
 
-def test_what_cannot_be_read_raises_oserror_or_valueerror() -> None:
+def test_what_cannot_be_read_raises_oserror_or_valueerror():
     """For a broken chunk Pillow raises SyntaxError, which is neither; BMP is no format here."""
     data = encoded(NOISE, "PNG")
     kinds = set()

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import yaml
 
 from launch.jobs import after
@@ -127,13 +126,13 @@ REPORTS = {"storage": STORAGE, "other": ERROR, "lost": LOST, "gone": GONE}
 - [[], [], other, null, srun was ended by SIGKILL]
 """)
 def test_the_cause_is_what_the_best_report_says(
-    tmp_path: Path,
+    tmp_path,
     errors: list[str],
     reports: list[str],
     kind: str,
     node: str | None,
     reason: str,
-) -> None:
+):
     record_failure(tmp_path, replace(ERROR, attempt="17/0"))  # of another attempt
     lines = ["srun: got SIGCONT", *(f"srun: error: {error}" for error in errors)]
     found = outcome(
@@ -164,8 +163,8 @@ def test_the_cause_is_what_the_best_report_says(
 - [17_1_log.out, 2, "error: /env/python: No such file or directory", null]
 """)
 def test_a_node_without_python_is_blamed(
-    tmp_path: Path, log: str, code: int, last: str, why: str | None
-) -> None:
+    tmp_path, log: str, code: int, last: str, why: str | None
+):
     line = f"srun: error: n2: task 1: Exited with exit code {code}"
     (tmp_path / log).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / log).write_text(f"of an earlier attempt\n{last}\n{line}\n")
@@ -177,9 +176,7 @@ def test_a_node_without_python_is_blamed(
     assert found.reason == f"rank 1 on n2 could not start: {why}"
 
 
-def test_a_task_that_was_not_launched_is_blamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_was_not_launched_is_blamed(tmp_path, monkeypatch):
     monkeypatch.setattr(after, "ask_slurm", lambda *_: "n1\nn2\nn3\n")
     for name, value in {"SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -193,7 +190,7 @@ def test_a_task_that_was_not_launched_is_blamed(
     assert found.failed_node == "n1"
 
 
-def test_a_kill_that_no_rank_saw_is_recorded(tmp_path: Path) -> None:
+def test_a_kill_that_no_rank_saw_is_recorded(tmp_path):
     outcome(tmp_path, KILLED, reports=[LOST])
     recorded = read_failures(tmp_path, attempt=ATTEMPT)[-1]
     assert (recorded.kind, recorded.rank) == (FailureKind.KILLED, 1)
@@ -202,7 +199,7 @@ def test_a_kill_that_no_rank_saw_is_recorded(tmp_path: Path) -> None:
     assert len(read_failures(tmp_path)) == 2
 
 
-def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
+def test_slurm_and_stops_are_told_apart(tmp_path):
     stopped = ["srun: error: n1: task 0: Exited with exit code 75"]
 
     def of(**fields: str) -> Outcome:
@@ -230,9 +227,7 @@ def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
     assert signalled.reason == "stopped by a signal"
 
 
-def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(
-    tmp_path: Path,
-) -> None:
+def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(tmp_path):
     record_start(tmp_path, first_step=0, total_steps=10)
     for step, ending in ((9, Ending.FAILED), (10, Ending.DONE)):
         folder = tmp_path / f"checkpoints/step-{step:08d}"
@@ -282,21 +277,21 @@ ROWS = yaml.safe_load("""
 
 
 @every(row=ROWS)
-def test_restarts_have_limits(row: list[str]) -> None:
+def test_restarts_have_limits(row: list[str]):
     *endings, follows = row
     pairs = [each.split() for each in endings]
     found = attempts(*((Ending(ending), int(gained)) for ending, gained in pairs))
     assert (refusal(found) is None) == (follows == "again")
 
 
-def test_another_job_and_storage_do_not_count() -> None:
+def test_another_job_and_storage_do_not_count():
     before, now = attempts(*[FAIL_0] * 4), attempts(FAIL_0, FAIL_0, job_id="18")
     assert refusal(before) is not None and refusal([*before, *now]) is None
     outage = [replace(each, kind=FailureKind.STORAGE) for each in before]
     assert refusal(outage) is None
 
 
-def test_two_failures_in_a_row_blame_a_node() -> None:
+def test_two_failures_in_a_row_blame_a_node():
     first, second = attempts(FAIL_0, FAIL_5)
     assert blamed_node([first]) is None
     assert blamed_node([first, second]) == "n2"  # progress does not acquit it
@@ -311,9 +306,7 @@ def test_two_failures_in_a_row_blame_a_node() -> None:
     assert blamed_node(attempts(FAIL_0, STOP_0, FAIL_0)) is None
 
 
-def test_storage_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_storage_is_waited_for(tmp_path, monkeypatch, capsys):
     folder, pauses = tmp_path / "run", list[float]()
 
     def sleep(seconds: float) -> None:
@@ -332,7 +325,7 @@ def test_storage_is_waited_for(
     assert sum(pauses[3:]) == 1800
 
 
-def test_storage_needs_room_for_a_checkpoint(tmp_path: Path) -> None:
+def test_storage_needs_room_for_a_checkpoint(tmp_path):
     step = tmp_path / "checkpoints/step-00000001"
     for each in (step, step.with_name("step-00000002")):  # the largest counts
         each.mkdir(parents=True)
@@ -368,7 +361,7 @@ def log(folder: Path, step: int) -> None:
         )
 
 
-def test_an_attempt_records_how_it_ended(tmp_path: Path) -> None:
+def test_an_attempt_records_how_it_ended(tmp_path):
     assert read_attempts(tmp_path) == []
     running = begin(tmp_path)
     assert read_attempts(tmp_path) == [running] and running.ended is None
@@ -386,9 +379,7 @@ def test_an_attempt_records_how_it_ended(tmp_path: Path) -> None:
     assert events.read_bytes().startswith(before)
 
 
-def test_an_end_counts_where_the_clock_was_set_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_counts_where_the_clock_was_set_back(tmp_path, monkeypatch):
     running = begin(tmp_path)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 300)
@@ -399,7 +390,7 @@ def test_an_end_counts_where_the_clock_was_set_back(
     assert endings == [Ending.FAILED, None]
 
 
-def test_the_next_attempt_closes_one_without_an_end(tmp_path: Path) -> None:
+def test_the_next_attempt_closes_one_without_an_end(tmp_path):
     begin(tmp_path)
     log(tmp_path, 5)
     begin(tmp_path, restart=1)
@@ -412,7 +403,7 @@ def test_the_next_attempt_closes_one_without_an_end(tmp_path: Path) -> None:
 @every(
     rest=[b'{"event": "attempt", "number": 7', b'{"event": "attempt", "number": 3}\n']
 )
-def test_a_damaged_line_hides_no_other(tmp_path: Path, rest: bytes) -> None:
+def test_a_damaged_line_hides_no_other(tmp_path, rest: bytes):
     first = begin(tmp_path)
     (events,) = (tmp_path / EVENTS_NAME).iterdir()
     with events.open("ab") as file:

@@ -98,7 +98,7 @@ def write_training(step: ChainStep, *, at: int, total: int = 20) -> None:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_chain(tmp_path)
     return tmp_path
@@ -107,7 +107,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # ---- runs -------------------------------------------------------------------------------------
 
 
-def test_a_stage_has_a_run_for_each_combination_and_each_input(folder: Path) -> None:
+def test_a_stage_has_a_run_for_each_combination_and_each_input(folder: Path):
     chain = chain_of(write_chain(folder))
     before: set[str] = set()
     for step in chain.steps:
@@ -134,7 +134,7 @@ def test_a_stage_has_a_run_for_each_combination_and_each_input(folder: Path) -> 
     }  # fmt: skip
 
 
-def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder: Path) -> None:
+def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder: Path):
     text = CHAIN.replace(
         "inputs: {data.path: shards}}",
         "inputs: {data.path: shards}, sweep: {data.first_percent: [1, 10], seed: [7]}}",
@@ -149,9 +149,7 @@ def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder: Path) -
         assert step.run.tracking.tags["chain.pretrain.data.first_percent"] == share
 
 
-def test_variants_change_several_settings_and_meet_those_of_the_same_name(
-    folder: Path,
-) -> None:
+def test_variants_change_several_settings_and_meet_those_of_the_same_name(folder: Path):
     variants = "variants: {plain: [], wide: [model.width=32, model.mlp_width=64]}"
     text = CHAIN.replace(SWEEP, f"    {variants}\n    sweep: {{seed: [3, 4]}}\n")
     widths = {"plain": 16, "wide": 32}
@@ -165,7 +163,7 @@ def test_variants_change_several_settings_and_meet_those_of_the_same_name(
         }
 
 
-def test_overrides_of_the_chain_reach_runs_that_have_the_key() -> None:
+def test_overrides_of_the_chain_reach_runs_that_have_the_key():
     chain = chain_of(
         Path("chain.yaml"), "overrides=[launch.partition=fast,tracking.uri=null]"
     )
@@ -190,9 +188,7 @@ def test_overrides_of_the_chain_reach_runs_that_have_the_key() -> None:
 - ["{optim.lr: [0.01, 0.001]", "{init: [a]", "init is given twice"]
 - ["[launch.num_tasks=2]", "[], sweep: {seed: [1]}", "data_prep has no sweep"]
 """)
-def test_wrong_chains_are_refused(
-    folder: Path, old: str, new: str, message: str
-) -> None:
+def test_wrong_chains_are_refused(folder: Path, old: str, new: str, message: str):
     assert CHAIN.count(old) == 1
     path = write_chain(folder, CHAIN.replace(old, new))
     with refused(message):
@@ -203,9 +199,7 @@ def test_wrong_chains_are_refused(
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "configs/chains").glob("*.yaml")), ids=lambda path: path.stem
 )
-def test_chains_of_the_repository_load(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chains_of_the_repository_load(path: Path, monkeypatch):
     monkeypatch.chdir(ROOT)
     steps = chain_of(path, cluster="slurm").steps
     assert len(steps) > 4
@@ -230,7 +224,7 @@ def sweep_of(stage: str, *words: str) -> dict[str, Any]:
     }
 
 
-def test_a_list_that_is_no_value_of_its_key_is_a_sweep() -> None:
+def test_a_list_that_is_no_value_of_its_key_is_a_sweep():
     sweeps = yaml.safe_load("""
     optim.lr=[1e-3,0.01]: [0.001, 0.01]
     optim.name=[adamw, sgd]: [adamw, sgd]
@@ -252,7 +246,7 @@ def test_a_list_that_is_no_value_of_its_key_is_a_sweep() -> None:
         assert found == ({} if expected is None else {key: expected}), text
 
 
-def test_runs_of_a_sweep_are_named_by_what_differs() -> None:
+def test_runs_of_a_sweep_are_named_by_what_differs():
     runs = sweep_of(
         "pretrain", "optim.lr=[1e-3,0.01]", "seed=[2,3]", "model.width=32", "name=x"
     )
@@ -301,7 +295,7 @@ def texts(chain: Chain, stage: str) -> set[str]:
     return {states[step.name].text for step in steps_of(chain, stage)}
 
 
-def test_a_run_is_done_when_its_folder_says_so(chain: Chain) -> None:
+def test_a_run_is_done_when_its_folder_says_so(chain: Chain):
     (pretrain,) = steps_of(chain, "pretrain")
     assert texts(chain, "shards") == {"done"} and texts(chain, "pretrain") == {
         "missing"
@@ -323,9 +317,7 @@ def test_a_run_is_done_when_its_folder_says_so(chain: Chain) -> None:
     assert texts(chain, "pretrain") == {"resumable (step 7)"}
 
 
-def test_a_run_with_other_settings_is_repeated_or_refused(
-    chain: Chain, folder: Path
-) -> None:
+def test_a_run_with_other_settings_is_repeated_or_refused(chain: Chain, folder: Path):
     train(chain, "pretrain", "finetune")
     for step in steps_of(chain, "evaluate"):
         write_evaluation(step)
@@ -343,9 +335,7 @@ def test_a_run_with_other_settings_is_repeated_or_refused(
         check_unchanged(chain_states(chain_of(folder / "chain.yaml")))
 
 
-def test_shards_with_other_settings_or_no_input_are_refused(
-    chain: Chain, folder: Path
-) -> None:
+def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder: Path):
     train(
         chain, "finetune"
     )  # a pre-training that is repeated may end with other weights
@@ -374,9 +364,7 @@ def test_shards_with_other_settings_or_no_input_are_refused(
         check_unchanged(chain_states(chain))
 
 
-def test_a_file_that_a_setting_names_counts_as_the_setting(
-    folder: Path, chain: Chain
-) -> None:
+def test_a_file_that_a_setting_names_counts_as_the_setting(folder: Path, chain: Chain):
     """For every such setting: test_preparations."""
     (folder / "data.yaml").write_text(f"{DATA}labels: {{map: list.csv}}\n")
     (folder / "list.csv").write_bytes(b"a,b\n")
@@ -395,7 +383,7 @@ def test_a_file_that_a_setting_names_counts_as_the_setting(
     assert texts(chain, "shards") == {"done"}
 
 
-def test_a_dry_run_writes_nothing(chain: Chain, folder: Path) -> None:
+def test_a_dry_run_writes_nothing(chain: Chain, folder: Path):
     text = describe_chain(chain_of(folder / "chain.yaml", cluster="slurm"))
     assert "finetune/lr-0.001_seed-4  finetune   shards, pretrain  missing" in text
     assert (

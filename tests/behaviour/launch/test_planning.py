@@ -43,7 +43,7 @@ DATA: dict[str, Any] = {"path": "shards", "global_batch": 4, "val_split": None}
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return write_shard_folder(tmp_path / "shards", num_per_class=8, num_shards=4)
 
@@ -62,7 +62,7 @@ def plan(**changes: object) -> dict[str, str]:
     return dict(plan_rows(PretrainRun.model_validate(values)))
 
 
-def test_evaluations_are_named_and_unknown_values_name_the_missing_setting() -> None:
+def test_evaluations_are_named_and_unknown_values_name_the_missing_setting():
     evaluate = [{"name": "knn", "every_steps": 2000}, {"name": "classification"}]
     rows = plan(evaluate=evaluate)
     assert rows["objective"] == "supervised"
@@ -81,7 +81,7 @@ def test_evaluations_are_named_and_unknown_values_name_the_missing_setting() -> 
     assert "model.num_classes" in rows["model"]
 
 
-def test_shards_without_labels_are_named_and_checked(tmp_path: Path) -> None:
+def test_shards_without_labels_are_named_and_checked(tmp_path):
     shards = write_shard_folder(
         tmp_path / "s", num_per_class=8, num_shards=1, classes=()
     )
@@ -106,7 +106,7 @@ def test_shards_without_labels_are_named_and_checked(tmp_path: Path) -> None:
     check_data(run, data_facts(run))
 
 
-def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None:
+def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path):
     """With what `first_percent` and a cut leave of the first; 1 % as in the ViT paper's code."""
     planned = {
         "path": "elsewhere",
@@ -156,7 +156,7 @@ TARS = """
 @rows(TARS)
 def test_tars_without_an_index_are_enough_for_the_loader_processes(
     tasks: int, nodes: Any, workers: int, refused: str | None
-) -> None:
+):
     """On the largest number of nodes that a job may get."""
     data: dict[str, Any] = {
         "reader": "webdataset",
@@ -183,7 +183,7 @@ SHARES = """
 @rows(SHARES)
 def test_a_share_that_cannot_be_divided_well_is_a_warning(
     batch: int, tasks: int, nodes: Any, parts: list[str]
-) -> None:
+):
     launch = {"tasks_per_node": tasks, "nodes": nodes, "cpus_per_task": 3}
     engine = {"max_micro_batch": 64}
     row = checked(data={"global_batch": batch}, launch=launch, engine=engine).get(
@@ -195,7 +195,7 @@ def test_a_share_that_cannot_be_divided_well_is_a_warning(
     )
 
 
-def test_an_evaluation_can_be_submitted() -> None:
+def test_an_evaluation_can_be_submitted():
     overrides = ["launch.tasks_per_node=2", "model.num_heads=4"]
     run = load_run(
         EvaluateRun, ROOT / "configs/eval/demo.yaml", overrides=overrides
@@ -212,7 +212,7 @@ def test_an_evaluation_can_be_submitted() -> None:
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def test_a_run_that_fits_has_no_finding() -> None:
+def test_a_run_that_fits_has_no_finding():
     found = checked()
     assert {check.result for check in found.values()} == {"ok"}, found
     assert list(found) == ["configuration", "data", "loader", "cores", "disk"]
@@ -224,7 +224,7 @@ def test_a_run_that_fits_has_no_finding() -> None:
     assert found["disk"].detail.startswith("a checkpoint has 66.3 MB; ")
 
 
-def test_damaged_shards_are_named(folder: Path) -> None:
+def test_damaged_shards_are_named(folder: Path):
     sorted(folder.glob("*.tar"))[1].unlink()
     rows = run_checks(PretrainRun.model_validate(SECTIONS | {"data": DATA}))
     errors = [
@@ -253,14 +253,14 @@ UNFIT = """
 @rows(UNFIT)
 def test_what_does_not_fit_is_named(
     folder: Path, changes: dict[str, Any], row: str, result: str, expected: str
-) -> None:
+):
     (folder.parent / "file").touch()
     check = checked(**changes)[row]
     assert check.result == result and expected in check.detail
     assert check.next_step
 
 
-def test_missing_data_may_be_planned_and_weights_written_later() -> None:
+def test_missing_data_may_be_planned_and_weights_written_later():
     found = checked(data={"path": "elsewhere", "planned_num_samples": 1000})
     assert found["data"].result == "warning"
     assert "1,000 samples" in found["data"].detail
@@ -273,9 +273,7 @@ def test_missing_data_may_be_planned_and_weights_written_later() -> None:
     assert "weights" not in {check.name for check in random}
 
 
-def test_errors_refuse_a_run_and_warnings_are_printed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_errors_refuse_a_run_and_warnings_are_printed(capsys):
     missing = UserError("missing", where="a.tar")
     checks = [Check("data", "error", "missing", error=missing)]
     checks.append(Check("cores", "warning", "too few", "ask for more"))
@@ -286,9 +284,7 @@ def test_errors_refuse_a_run_and_warnings_are_printed(
     assert capsys.readouterr().err == "warning: cores: too few\n  next: ask for more\n"
 
 
-def test_shards_sorted_by_class_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_sorted_by_class_are_refused(tmp_path, monkeypatch):
     classes = [str(number) for number in range(20)]
     path = write_shard_folder(
         tmp_path / "s", num_per_class=20, num_shards=20, classes=classes
@@ -303,7 +299,7 @@ def test_shards_sorted_by_class_are_refused(
     assert "sorted by class" in checked(data={"path": str(path)})["data"].detail
 
 
-def test_a_sweep_opens_its_index_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_opens_its_index_once(monkeypatch):
     """Whatever varies, but for the settings that choose samples."""
     opened: list[str] = []
     read = read_split

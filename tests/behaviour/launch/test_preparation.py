@@ -29,7 +29,7 @@ def git(root: Path, *arguments: str) -> None:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path) -> Path:
     """A small checkout with one commit."""
     root = tmp_path / "checkout"
     files = {
@@ -54,7 +54,7 @@ def copy_of(root: Path, folder: Path) -> Path:
     return copy
 
 
-def test_a_snapshot_is_the_code_as_it_is_on_disk(root: Path, tmp_path: Path) -> None:
+def test_a_snapshot_is_the_code_as_it_is_on_disk(root: Path, tmp_path):
     """Edits, new files and extensions; no other folders."""
     (root / "vitscale/model.py").write_text("width = 2\n")
     (root / "vitscale/old.py").unlink()
@@ -73,7 +73,7 @@ def test_a_snapshot_is_the_code_as_it_is_on_disk(root: Path, tmp_path: Path) -> 
     assert "-width = 1\n+width = 2\n" in record["patch"]
 
 
-def test_what_is_no_code_is_not_copied(root: Path, tmp_path: Path) -> None:
+def test_what_is_no_code_is_not_copied(root: Path, tmp_path):
     """A pipe would never end, a link may lead nowhere, and weights would take the memory."""
     os.mkfifo(root / "vitscale/pipe.py")
     (root / "vitscale/lost.py").symlink_to("nowhere")
@@ -88,7 +88,7 @@ def test_what_is_no_code_is_not_copied(root: Path, tmp_path: Path) -> None:
         copy_of(root, tmp_path)
 
 
-def test_the_record_replaces_git_inside_a_snapshot(root: Path, tmp_path: Path) -> None:
+def test_the_record_replaces_git_inside_a_snapshot(root: Path, tmp_path):
     # A run folder is often inside the checkout, whose commit may have moved on.
     (root / "runs").mkdir()
     copy = copy_of(root, root / "runs")
@@ -101,9 +101,7 @@ def test_the_record_replaces_git_inside_a_snapshot(root: Path, tmp_path: Path) -
     assert copy_of(copy, tmp_path).name == copy.name
 
 
-def test_equal_code_shares_one_folder_and_other_code_does_not(
-    root: Path, tmp_path: Path
-) -> None:
+def test_equal_code_shares_one_folder_and_other_code_does_not(root: Path, tmp_path):
     first = copy_of(root, tmp_path)
     assert copy_of(root, tmp_path) == first
     (root / "launch/job.sh").rename(root / "launch/job")
@@ -118,7 +116,7 @@ def test_equal_code_shares_one_folder_and_other_code_does_not(
 # ---- the job folder ---------------------------------------------------------------------------
 
 
-def test_a_refusal_removes_no_files_of_other_submissions(tmp_path: Path) -> None:
+def test_a_refusal_removes_no_files_of_other_submissions(tmp_path):
     folder = tmp_path / "run/slurm"
 
     def submit() -> None:
@@ -137,8 +135,8 @@ def test_a_refusal_removes_no_files_of_other_submissions(tmp_path: Path) -> None
 
 
 def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     source = {"path": "tars", "kind": "webdataset"}
     values = {"output": "shards", "source": source, "script": "index_shards"}
@@ -161,7 +159,7 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
 
 
 @every(mark=["%", ":", "\\"])
-def test_sbatch_reads_no_folder_otherwise(mark, tmp_path, monkeypatch) -> None:
+def test_sbatch_reads_no_folder_otherwise(mark, tmp_path, monkeypatch):
     (tmp_path / f"a{mark}b").mkdir()
     monkeypatch.chdir(tmp_path / f"a{mark}b")
     run = DataPrepRun.model_validate({"output": "x", "source": {"path": "images"}})
@@ -170,8 +168,8 @@ def test_sbatch_reads_no_folder_otherwise(mark, tmp_path, monkeypatch) -> None:
 
 
 def test_preparations_of_different_outputs_have_different_job_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
@@ -218,7 +216,7 @@ CLUSTER = {"SLURM_CONF": "/etc/slurm/slurm.conf", "SLURM_CLUSTERS": "c1"}
 
 
 @pytest.fixture
-def seen_by_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
+def seen_by_sbatch(tmp_path, monkeypatch) -> Iterator[Submit]:
     """Submit a job with these settings; return the environment of sbatch."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -243,10 +241,8 @@ def seen_by_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def test_variables_of_the_shell_override_nothing_that_a_run_says(
-    seen_by_sbatch: Submit,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    seen_by_sbatch: Submit, monkeypatch, capsys
+):
     says: dict[str, Any] = {}
     for name, (value, setting) in OF_SITE.items():
         monkeypatch.setenv(name, value)
@@ -268,10 +264,8 @@ def test_variables_of_the_shell_override_nothing_that_a_run_says(
 
 
 def test_the_site_decides_what_a_run_leaves_to_it(
-    seen_by_sbatch: Submit,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    seen_by_sbatch: Submit, monkeypatch, capsys
+):
     values = {name: value for name, (value, _) in OF_SITE.items()}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
@@ -283,10 +277,8 @@ def test_the_site_decides_what_a_run_leaves_to_it(
 
 
 def test_a_job_around_the_shell_gives_nothing_to_the_new_one(
-    seen_by_sbatch: Submit,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    seen_by_sbatch: Submit, monkeypatch, capsys
+):
     of_job = "SLURM_JOB_ID SLURM_NTASKS SLURM_JOB_GPUS SLURMD_NODENAME".split()
     for name in of_job:
         monkeypatch.setenv(name, "3")
@@ -294,7 +286,7 @@ def test_a_job_around_the_shell_gives_nothing_to_the_new_one(
     assert capsys.readouterr().err == ""  # all of them, as everybody expects
 
 
-def test_the_profile_of_a_node_names_no_ranks(tmp_path: Path) -> None:
+def test_the_profile_of_a_node_names_no_ranks(tmp_path):
     """What bash has after the lines before srun, with a stale address in its environment."""
     launch = LaunchSettings(
         setup=("echo in setup: ${MASTER_PORT:-none} ${RANK:-none}",)

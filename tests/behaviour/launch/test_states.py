@@ -95,11 +95,11 @@ def job(state: str, *, reason: str | None = None, **more: Any) -> QueuedJob:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path) -> RunFolder:
     return RunFolder(tmp_path / "vit")
 
 
-def test_a_started_job_is_running(run: RunFolder) -> None:
+def test_a_started_job_is_running(run: RunFolder):
     run.checkpoint(50)
     run.attempt(None)
     running = job("RUNNING", nodes="n[1-2]")
@@ -115,7 +115,7 @@ def test_a_started_job_is_running(run: RunFolder) -> None:
     )
 
 
-def test_a_run_without_new_lines_says_so(run: RunFolder) -> None:
+def test_a_run_without_new_lines_says_so(run: RunFolder):
     run.log(2, ago=50)
     run.log(4, ago=40)
     found = read_state(run.folder, [job("RUNNING", start=NOW - 60)])
@@ -125,7 +125,7 @@ def test_a_run_without_new_lines_says_so(run: RunFolder) -> None:
     assert "left" not in line_of(found, now=NOW)
 
 
-def test_a_complete_run_is_finished(run: RunFolder) -> None:
+def test_a_complete_run_is_finished(run: RunFolder):
     run.log(98)
     run.log(100, **{"val/top1": 0.75})
     run.checkpoint(90)
@@ -142,7 +142,7 @@ LAST = "done/finished|stopped/stopped|ended by SLURM/stopped|failed/failed|/fail
 
 
 @every(case=LAST.split("|"))
-def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, case: str) -> None:
+def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, case: str):
     ending, state = case.split("/")
     run.log(10)
     for number, each in enumerate((ending, "done", ending), start=1):
@@ -155,14 +155,14 @@ def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, case: str) -> Non
     assert (": why" in run.line()) == is_ended
 
 
-def test_without_slurm_an_open_attempt_counts_as_running(run: RunFolder) -> None:
+def test_without_slurm_an_open_attempt_counts_as_running(run: RunFolder):
     run.attempt(None)
     found = read_state(run.folder, None)
     assert found.state is RunState.RUNNING
     assert found.place.endswith("on n1, n2, as its records say: SLURM does not answer")
 
 
-def test_a_process_of_this_machine_is_running(run: RunFolder) -> None:
+def test_a_process_of_this_machine_is_running(run: RunFolder):
     """Started by launch/local.py, or by another launcher."""
     record_start(run.folder, first_step=0, total_steps=9)
     found = read_state(run.folder, None)
@@ -170,7 +170,7 @@ def test_a_process_of_this_machine_is_running(run: RunFolder) -> None:
     assert found.place == f"process {os.getpid()} on this machine"
 
 
-def test_an_evaluation_that_is_repeated_is_running(run: RunFolder) -> None:
+def test_an_evaluation_that_is_repeated_is_running(run: RunFolder):
     (run.folder / "results.json").touch()
     assert read_state(run.folder, None).state is RunState.FINISHED
     (run.folder / ".lock").write_text(f"process {os.getpid()} on {node_name()}")
@@ -179,7 +179,7 @@ def test_an_evaluation_that_is_repeated_is_running(run: RunFolder) -> None:
     assert read_state(run.folder, None).state is RunState.FINISHED
 
 
-def test_a_training_of_another_launcher_has_failed(run: RunFolder) -> None:
+def test_a_training_of_another_launcher_has_failed(run: RunFolder):
     run.log(4)
     assert read_state(run.folder, []).state is RunState.STOPPED
     append_event(
@@ -188,14 +188,14 @@ def test_a_training_of_another_launcher_has_failed(run: RunFolder) -> None:
     assert ": the disk is full (storage, step 4)" in run.line()
 
 
-def test_a_job_without_nodes_waits_for_what_slurm_says(run: RunFolder) -> None:
+def test_a_job_without_nodes_waits_for_what_slurm_says(run: RunFolder):
     """JOB STATE CODES of `man squeue`."""
     run.attempt(Ending.STOPPED)
     for state in "REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT SUSPENDED".split():
         assert read_state(run.folder, [job(state)]).state is RunState.PAUSED
 
 
-def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
+def test_an_array_runs_while_a_task_does(run: RunFolder):
     live = [
         job("PENDING", job_id=f"{JOB}_2"),
         job("RUNNING", job_id=f"{JOB}_1", nodes="n1"),
@@ -222,7 +222,7 @@ def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
     assert read_state(run.folder, []).state is RunState.FINISHED
 
 
-def test_several_runs_are_ordered_and_counted(run: RunFolder) -> None:
+def test_several_runs_are_ordered_and_counted(run: RunFolder):
     other = RunFolder(run.folder.parent / "other")
     endings = (Ending.STOPPED, Ending.FAILED, Ending.STOPPED, Ending.DONE)
     for number, ending in enumerate(endings, start=1):
@@ -311,14 +311,14 @@ LIBRARIES = ("/usr/lib/*/slurm-wlm/libslurmfull.so", "/usr/lib*/slurm/libslurmfu
 
 
 @every(case=TO_DO.splitlines())
-def test_a_job_that_waits_says_what_to_do(run: RunFolder, case: str) -> None:
+def test_a_job_that_waits_says_what_to_do(run: RunFolder, case: str):
     state, reason, to_do = case.split("|")
     waiting = job(state, reason=None if reason == "None" else reason)
     assert to_do in run.line(waiting)
 
 
 @pytest.mark.slurm
-def test_slurm_has_no_reason_without_advice() -> None:
+def test_slurm_has_no_reason_without_advice():
     """All that the installed SLURM may say."""
     found = [path for each in LIBRARIES for path in glob.glob(each)]
     if not found:
@@ -337,9 +337,7 @@ def test_slurm_has_no_reason_without_advice() -> None:
 
 
 @every(case=ENDS.splitlines())
-def test_an_end_that_no_attempt_has_recorded_is_explained(
-    run: RunFolder, case: str
-) -> None:
+def test_an_end_that_no_attempt_has_recorded_is_explained(run: RunFolder, case: str):
     attempt, said, line = case.split("|")
     ending = attempt.removesuffix(" requeued").replace("open", "")
     requeued = {"is_requeued": True} if "requeued" in attempt else {}
@@ -351,7 +349,7 @@ def test_an_end_that_no_attempt_has_recorded_is_explained(
     assert line in run.line(*jobs)
 
 
-def test_an_attempt_that_follows_the_submission_counts(run: RunFolder) -> None:
+def test_an_attempt_that_follows_the_submission_counts(run: RunFolder):
     for moment, is_later in ((NOW - 90, True), (NOW, False)):
         run.submit(moment)
         run.attempt(Ending.FAILED, reason="rank 1 was killed", job_id="4710")
@@ -361,7 +359,7 @@ def test_an_attempt_that_follows_the_submission_counts(run: RunFolder) -> None:
 @every(node_ahead="-300, 0, 300", here_ahead="-300, 0, 300")
 def test_clocks_that_differ_change_no_age(
     run: RunFolder, here_ahead: int, node_ahead: int
-) -> None:
+):
     began = NOW - 60 + node_ahead
     run.attempt(None, started=began)
     facts = {"time": began, "first_step": 0, "total_steps": 100}
@@ -380,7 +378,7 @@ def test_clocks_that_differ_change_no_age(
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch) -> Path:
     """Runs: one trained, one submitted, two of a chain; and what is none."""
     monkeypatch.chdir(tmp_path)
     artifact = "chain/mlflow-artifacts/1/config.yaml"
@@ -398,7 +396,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_runs_are_found_by_name_and_by_folder(here: Path, monkeypatch) -> None:
+def test_runs_are_found_by_name_and_by_folder(here: Path, monkeypatch):
     names = ["chain/a", "chain/b", "submitted", "vit"]
     assert find_runs([]) == [Path("runs") / name for name in names]
     assert find_runs(["vit", "runs/vit"]) == [Path("runs/vit")]
@@ -418,9 +416,7 @@ NO_RUNS = r"""
 
 
 @rows(NO_RUNS)
-def test_a_name_that_is_no_run_is_an_error(
-    here: Path, names: list[str], report: str
-) -> None:
+def test_a_name_that_is_no_run_is_an_error(here: Path, names: list[str], report: str):
     with refused(report):
         find_runs(names)
 
@@ -448,7 +444,7 @@ slurm_load_jobs warning of some kind
 
 
 @pytest.fixture
-def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def squeue(tmp_path, monkeypatch) -> Path:
     """A squeue on PATH that prints ANSWER, and its environment into a file next to it."""
     program = tmp_path / "bin/squeue"
     program.parent.mkdir()
@@ -461,9 +457,7 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-def test_a_folder_has_the_jobs_whose_script_it_holds(
-    squeue: Path, tmp_path: Path
-) -> None:
+def test_a_folder_has_the_jobs_whose_script_it_holds(squeue: Path, tmp_path):
     (tmp_path / "run/slurm").mkdir(parents=True)
     for name in ("c1", "c2"):
         (tmp_path / f"run/slurm/.submission_file_{name}.sh").symlink_to("gone")
@@ -471,7 +465,7 @@ def test_a_folder_has_the_jobs_whose_script_it_holds(
     assert jobs_of(tmp_path / "nowhere") == []
 
 
-def test_settings_of_squeue_do_not_filter_jobs(squeue: Path, monkeypatch) -> None:
+def test_settings_of_squeue_do_not_filter_jobs(squeue: Path, monkeypatch):
     for name in ("SQUEUE_PARTITION", "SINFO_FORMAT"):
         monkeypatch.setenv(name, "other")
     assert {each.seen for each in user_jobs()} == {1795371199.0}
@@ -481,7 +475,7 @@ def test_settings_of_squeue_do_not_filter_jobs(squeue: Path, monkeypatch) -> Non
     assert f"--array --states=all --user={os.getuid()} " in seen
 
 
-def test_no_answer_says_why(squeue: Path, monkeypatch) -> None:
+def test_no_answer_says_why(squeue: Path, monkeypatch):
     squeue.write_text("#!/bin/sh\nprintf 'error: no\\ncontroller\\n' >&2\nexit 1\n")
     with pytest.raises(NoAnswerError, match="^error: no controller"):
         user_jobs()
@@ -509,8 +503,8 @@ REFUSALS = """
 
 @rows(REFUSALS)
 def test_requeueing_is_tried_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, times: int, text: str, is_queued: bool
-) -> None:
+    monkeypatch, times: int, text: str, is_queued: bool
+):
     left = iter([text] * times)
 
     asked = []
@@ -544,7 +538,7 @@ EXCLUSIONS = """
 @rows(EXCLUSIONS)
 def test_a_node_is_excluded_if_enough_others_are_up(
     monkeypatch, up: str, before: str, fewest: int | None, excluded: str | None
-) -> None:
+):
     """Else the job, which had two nodes, would wait for ever."""
     asked: list[tuple[str, ...]] = []
 
@@ -580,7 +574,7 @@ def as_somebody_else() -> Iterator[None]:
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Iterator[Path]:
+def shared(tmp_path) -> Iterator[Path]:
     """A folder of runs that others may enter, as pytest's own is not."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         folder = Path(name)
@@ -590,9 +584,7 @@ def shared(tmp_path: Path) -> Iterator[Path]:
             each.chmod(0o700)
 
 
-def test_a_run_that_is_not_shared_is_one_error_with_what_to_ask_for(
-    shared: Path,
-) -> None:
+def test_a_run_that_is_not_shared_is_one_error_with_what_to_ask_for(shared: Path):
     logged_run(shared / "private run").chmod(0o0)
     for name in (shared / "private run", shared):
         with as_somebody_else(), pytest.raises(UserError) as caught:
@@ -601,7 +593,7 @@ def test_a_run_that_is_not_shared_is_one_error_with_what_to_ask_for(
         assert f"next: ask its owner for: chmod -R g+rX '{shared}/private run'" in text
 
 
-def test_a_shared_run_is_shown_without_its_private_job_folder(shared: Path) -> None:
+def test_a_shared_run_is_shown_without_its_private_job_folder(shared: Path):
     """As `chmod -R g+rX` leaves it, or a folder that was made with 2750 before the run."""
     folder = logged_run(shared / "run")
     (folder / "slurm").mkdir()
@@ -631,9 +623,7 @@ after|done|yes
 
 
 @every(case=ASKED.splitlines())
-def test_slurm_is_asked_only_for_runs_without_an_end(
-    case: str, squeue: Path, tmp_path: Path
-) -> None:
+def test_slurm_is_asked_only_for_runs_without_an_end(case: str, squeue: Path, tmp_path):
     submitted, endings, asks = case.split("|")
     folder = logged_run(tmp_path / "run")
     for ending in endings.split():

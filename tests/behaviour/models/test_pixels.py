@@ -135,9 +135,7 @@ def hugging_face(folder: Path, kind: str, processor: Values, **config: Any) -> P
 
 
 @pytest.mark.parametrize(("kind", "processor"), PROCESSORS["known"])
-def test_pixels_are_those_of_transformers(
-    tmp_path: Path, kind: str, processor: Values
-) -> None:
+def test_pixels_are_those_of_transformers(tmp_path, kind: str, processor: Values):
     folder = hugging_face(tmp_path, kind, processor)
     theirs = transformers.AutoImageProcessor.from_pretrained(folder)
     ours = vitscale.load_model(folder).preprocess
@@ -153,16 +151,14 @@ def test_pixels_are_those_of_transformers(
 
 @pytest.mark.parametrize(("processor", "message"), PROCESSORS["refused"])
 def test_steps_that_no_setting_expresses_are_refused(
-    tmp_path: Path, processor: Values, message: str
-) -> None:
+    tmp_path, processor: Values, message: str
+):
     folder = hugging_face(tmp_path, "vit", processor)
     with refused(f"(?s)preprocessor_config.json: {message}.*not supported"):
         open_model(str(folder))
 
 
-def test_a_folder_that_crops_below_its_positions_gives_transformers_logits(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_that_crops_below_its_positions_gives_transformers_logits(tmp_path):
     """As DINOv2's, 518 px of positions and 224 px of images."""
     torch.manual_seed(0)
     folder = hugging_face(
@@ -183,7 +179,7 @@ def test_a_folder_that_crops_below_its_positions_gives_transformers_logits(
     assert open_model(str(folder), image_size=48).preprocessing.image_size == 48
 
 
-def test_dinov2s_epsilon_is_its_own_where_the_folder_has_none(tmp_path: Path) -> None:
+def test_dinov2s_epsilon_is_its_own_where_the_folder_has_none(tmp_path):
     for kind, expected in (("dinov2", 1e-6), ("vit", 1e-12), ("deit", 1e-12)):
         folder = hugging_face(tmp_path / kind, kind, BIT if kind == "dinov2" else VIT)
         config = json.loads((folder / "config.json").read_text())
@@ -221,7 +217,7 @@ def timm_folder(folder: Path, config: Values, *, is_old: bool) -> Path:
 
 
 @every(config=CONFIGS, is_old="false, true")
-def test_pixels_are_those_of_timm(tmp_path: Path, config: Values, is_old: bool) -> None:
+def test_pixels_are_those_of_timm(tmp_path, config: Values, is_old: bool):
     folder = timm_folder(tmp_path, config, is_old=is_old)
     theirs = create_transform(**resolve_data_config({}, pretrained_cfg=config))
     for model in (
@@ -248,7 +244,7 @@ SMALL_ARGUMENTS = {key: SMALL[key] for key in ("embed_dim", "depth", "num_heads"
         "vit_small_patch14_dinov2.lvd142m",
     ],
 )
-def test_published_configurations_give_timms_pixels(name: str) -> None:
+def test_published_configurations_give_timms_pixels(name: str):
     config = get_pretrained_cfg(name)
     theirs = create_transform(
         **resolve_data_config({}, pretrained_cfg=config.to_dict())
@@ -265,7 +261,7 @@ def test_published_configurations_give_timms_pixels(name: str) -> None:
 - [{input_size: [3, 32, 24]}, 32 x 24 px]
 - [{crop_pct: 1.1}, a share 1.1]
 """)
-def test_what_timm_does_otherwise_is_refused(change: Values, message: str) -> None:
+def test_what_timm_does_otherwise_is_refused(change: Values, message: str):
     with refused(message):
         timm_preprocessing(CONFIGS[0] | change, where="here")
 
@@ -306,8 +302,8 @@ def trained_by_timm(path: Path, arguments: Values, **more: Any) -> Any:
 """)
 @every(as_timm="false, true")
 def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
-    tmp_path: Path, change: Values, as_timm: bool
-) -> None:
+    tmp_path, change: Values, as_timm: bool
+):
     arguments, path = TRAINED | change, tmp_path / "last.pth.tar"
     theirs = trained_by_timm(path, arguments)
     chosen = None
@@ -336,7 +332,7 @@ def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
 
 
 @every(key="state_dict_ema, model_ema")
-def test_the_average_is_taken_as_for_runs(tmp_path: Path, key: str) -> None:
+def test_the_average_is_taken_as_for_runs(tmp_path, key: str):
     """`auto` takes it where there is one, as timm's create_model does."""
     path = tmp_path / "last.pth.tar"
     torch.manual_seed(1)
@@ -361,9 +357,7 @@ def test_the_average_is_taken_as_for_runs(tmp_path: Path, key: str) -> None:
 
 @every(prefix="_orig_mod., module._orig_mod., _orig_mod.module., model._orig_mod.")
 @every(suffix=".pth, .safetensors")
-def test_names_of_compiled_models_are_read(
-    tmp_path: Path, prefix: str, suffix: str
-) -> None:
+def test_names_of_compiled_models_are_read(tmp_path, prefix: str, suffix: str):
     plain = tiny_weights()
     named = {f"{prefix}{name}": value for name, value in plain.items()}
     # Blocks that are compiled one by one have the prefix inside.
@@ -381,7 +375,7 @@ def test_names_of_compiled_models_are_read(
         assert torch.equal(found["pos_embed"], plain["pos_embed"])
 
 
-def test_a_list_beside_a_file_names_its_classes(tmp_path: Path) -> None:
+def test_a_list_beside_a_file_names_its_classes(tmp_path):
     save_file(tiny_weights(), tmp_path / "model.safetensors")
     path, chosen = str(tmp_path / "model.safetensors"), ViTSettings(num_heads=2)
     (tmp_path / "classes.json").write_text('["cat", "dog", "eel"]')
@@ -394,7 +388,7 @@ def test_a_list_beside_a_file_names_its_classes(tmp_path: Path) -> None:
 # ---- Google and our own --------------------------------------------------------------------------
 
 
-def test_googles_pixels_are_resized_without_antialiasing(tmp_path: Path) -> None:
+def test_googles_pixels_are_resized_without_antialiasing(tmp_path):
     """tf.image.resize: half-pixel centres, bilinear, whole images, no smoothing; [-1, 1]."""
     folder = export(small_model(), "npz", tmp_path / "exported")
     (folder / "vitscale.json").unlink()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ def images(size: int = SIZE) -> torch.Tensor:
 
 @every(name=NAMES)
 @torch.no_grad()
-def test_outputs_and_costs_are_those_of_timm(name: str) -> None:
+def test_outputs_and_costs_are_those_of_timm(name: str):
     model, own = built(name).eval(), plain(name).eval()
     own.load_state_dict(model.state_dict())
     assert torch.equal(model(images()), own(images()))
@@ -77,7 +76,7 @@ def test_outputs_and_costs_are_those_of_timm(name: str) -> None:
     assert num_parameters(arch) == sum(each.numel() for each in own.parameters())
 
 
-def test_flops_of_a_transformer_are_those_of_the_formula() -> None:
+def test_flops_of_a_transformer_are_those_of_the_formula():
     theirs = TimmSettings(model="vit_base_patch16_224").resolved(num_classes=1000)
     ours = ViTSettings(preset="B/16").resolved(num_classes=1000)
     assert train_flops_per_image(theirs) == pytest.approx(
@@ -86,7 +85,7 @@ def test_flops_of_a_transformer_are_those_of_the_formula() -> None:
 
 
 @every(name=NAMES)
-def test_the_seed_gives_the_weights(name: str) -> None:
+def test_the_seed_gives_the_weights(name: str):
     first, same, other = (built(name, seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(first[key], same[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
@@ -95,7 +94,7 @@ def test_the_seed_gives_the_weights(name: str) -> None:
 
 
 @every(name=NAMES)
-def test_rates_and_decay_by_layer_are_those_of_timm(name: str) -> None:
+def test_rates_and_decay_by_layer_are_those_of_timm(name: str):
     model = built(name)
     arch = TimmSettings(model=name, image_size=SIZE).resolved(num_classes=5)
     kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]  # a function
@@ -123,9 +122,7 @@ def test_rates_and_decay_by_layer_are_those_of_timm(name: str) -> None:
 
 @every(name="test_convnext, test_efficientnet_gn")
 @torch.no_grad()
-def test_images_have_channels_last_on_a_gpu_and_stay_so(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_have_channels_last_on_a_gpu_and_stay_so(name: str, monkeypatch):
     """One layer that made planes of them would undo it for all after it."""
     model, layouts = built(name).eval(), list[bool]()
     for module in model.modules():
@@ -145,7 +142,7 @@ def test_images_have_channels_last_on_a_gpu_and_stay_so(
 
 
 @every(family="vit, timm")
-def test_weights_are_rounded_once_for_bf16(family: str) -> None:
+def test_weights_are_rounded_once_for_bf16(family: str):
     """A batch converts pixels, to fp32 and to bf16, and no weight."""
     loaded = small_model(family)
     pixels = images(loaded.arch.image_size).mul(40).add(128).byte()
@@ -170,7 +167,7 @@ def test_weights_are_rounded_once_for_bf16(family: str) -> None:
     assert not [shape for shape in converted if shape in weights]
 
 
-def test_batch_norms_stay_in_fp32() -> None:
+def test_batch_norms_stay_in_fp32():
     """bf16 would round a variance by 0.4 %."""
     model = built("test_resnet")
     kept = {"fc"}
@@ -187,7 +184,7 @@ def test_batch_norms_stay_in_fp32() -> None:
 
 
 @torch.no_grad()
-def test_what_timm_saved_is_read(tmp_path: Path) -> None:
+def test_what_timm_saved_is_read(tmp_path):
     """The folder's arguments hold the number of classes, too; a file needs the model's name."""
     theirs = plain("test_convnext").eval()
     save_for_hf(theirs, tmp_path)
@@ -205,7 +202,7 @@ def test_what_timm_saved_is_read(tmp_path: Path) -> None:
 
 @every(name="test_convnext, test_vit, test_vit_relpos")
 @torch.no_grad()
-def test_folders_are_read_by_timm_and_here(tmp_path: Path, name: str) -> None:
+def test_folders_are_read_by_timm_and_here(tmp_path, name: str):
     """Also at another image size, resampled as timm does."""
     how = {"mean": (0.1, 0.2, 0.3)}
     loaded = small_model(
@@ -228,7 +225,7 @@ def test_folders_are_read_by_timm_and_here(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(larger.network(images(96)), theirs(images(96)))
 
 
-def test_transfer_keeps_all_but_the_classifier(tmp_path: Path) -> None:
+def test_transfer_keeps_all_but_the_classifier(tmp_path):
     source, target = (
         built("test_convnext", seed=1),
         built("test_convnext", seed=2, num_classes=3),
@@ -250,9 +247,7 @@ def test_transfer_keeps_all_but_the_classifier(tmp_path: Path) -> None:
 
 
 @every(name="test_vit, test_vit2, vit_tiny_patch16_224")
-def test_patches_of_another_size_are_resized_only_if_asked(
-    tmp_path: Path, name: str
-) -> None:
+def test_patches_of_another_size_are_resized_only_if_asked(tmp_path, name: str):
     """As of the family vit. timm's own reader resizes them unasked."""
     source = timm.create_model(name, img_size=SIZE, num_classes=5, patch_size=16)
     path = tmp_path / "model.safetensors"
@@ -280,15 +275,13 @@ def test_patches_of_another_size_are_resized_only_if_asked(
 - [{model: test_vit, image_size: 65}, cannot run test_vit on images of 65 px]
 - [{model: test_vit, arguments: {deep: 1}}, unexpected keyword argument 'deep']
 """)
-def test_what_timm_does_not_have_is_refused(
-    values: dict[str, Any], message: str
-) -> None:
+def test_what_timm_does_not_have_is_refused(values: dict[str, Any], message: str):
     settings = TimmSettings.model_validate(values)
     with refused(message):
         build_model(settings.resolved(num_classes=5), seed=0)
 
 
-def test_a_published_encoder_may_name_no_classifier() -> None:
+def test_a_published_encoder_may_name_no_classifier():
     assert classifiers(PretrainedCfg(classifier=None)) == ()
 
 
@@ -304,13 +297,13 @@ def build_for_training(name: str, **arguments: Any) -> torch.nn.Module:
     )
 
 
-def test_statistics_of_batches_are_not_trained() -> None:
+def test_statistics_of_batches_are_not_trained():
     with refused("timm test_resnet has BatchNorm"):
         build_for_training("test_resnet")
     assert built("test_resnet")(images()).shape == (2, 5)
 
 
-def test_parameters_that_no_engine_or_checkpoint_holds_are_refused() -> None:
+def test_parameters_that_no_engine_or_checkpoint_holds_are_refused():
     """CoaT shares layers, which ended a training at its first save; NFNets scale by one number."""
     with refused(r"coat_lite_tiny uses \d+ parameters under two names"):
         build_for_training("coat_lite_tiny")

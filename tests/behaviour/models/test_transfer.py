@@ -69,9 +69,7 @@ def transfer(
         (DISTILLED, 2),
     ],
 )
-def test_tokens_carry_over_to_another_grid(
-    options: dict[str, Any], prefix: int
-) -> None:
+def test_tokens_carry_over_to_another_grid(options: dict[str, Any], prefix: int):
     source, target = shaken(**options), shaken(**options, image_size=24)
     assert transfer(target, source) == []
     for name in ("cls_token", "reg_token", "dist_token", "norm.weight"):
@@ -85,7 +83,7 @@ def test_tokens_carry_over_to_another_grid(
     assert torch.allclose(ours[[0, 5, 30, 35]], theirs[[0, 3, 12, 15]])
 
 
-def test_heads_stay_fresh_unless_kept() -> None:
+def test_heads_stay_fresh_unless_kept():
     source, target = shaken(), shaken(depth=1)
     fresh = target.head.weight.clone()
     transfer(target, source)
@@ -98,7 +96,7 @@ def test_heads_stay_fresh_unless_kept() -> None:
         transfer(shaken(num_classes=3), source, keep_head=True)
 
 
-def test_what_only_training_or_another_pool_needs_is_left_out_and_named() -> None:
+def test_what_only_training_or_another_pool_needs_is_left_out_and_named():
     pooled = {"pool": "gap", "class_token": True, "pool_norm": True}
     source, target = shaken(), shaken(**pooled)
     fresh = target.fc_norm.weight.clone()
@@ -115,7 +113,7 @@ def test_what_only_training_or_another_pool_needs_is_left_out_and_named() -> Non
     assert transfer(again, target) == [] and torch.equal(again.fc_norm.weight, fresh)
 
 
-def test_fixed_positions_are_computed_for_the_new_grid() -> None:
+def test_fixed_positions_are_computed_for_the_new_grid():
     source, target = (
         shaken(positions="sincos2d"),
         shaken(positions="sincos2d", image_size=24),
@@ -139,9 +137,7 @@ def test_fixed_positions_are_computed_for_the_new_grid() -> None:
 
 
 @every(with_position="true, false")
-def test_adding_or_removing_the_class_position_keeps_features(
-    with_position: bool,
-) -> None:
+def test_adding_or_removing_the_class_position_keeps_features(with_position: bool):
     source, target = (
         shaken(class_position=with_position),
         shaken(class_position=not with_position),
@@ -153,7 +149,7 @@ def test_adding_or_removing_the_class_position_keeps_features(
     assert not torch.allclose(features, before, atol=1e-2)
 
 
-def test_a_model_sees_upsized_patches_as_their_originals() -> None:
+def test_a_model_sees_upsized_patches_as_their_originals():
     source, target = shaken(), shaken(patch_size=8, image_size=32)
     transfer(target, source, keep_head=True, resize_patches=True)
     patches = IMAGES.unfold(2, 4, 4).unfold(3, 4, 4).reshape(2, 48, 4, 4)
@@ -164,7 +160,7 @@ def test_a_model_sees_upsized_patches_as_their_originals() -> None:
     assert torch.allclose(target(upsized), source(IMAGES), atol=1e-4)
 
 
-def test_patches_are_resized_as_flexivit_does() -> None:
+def test_patches_are_resized_as_flexivit_does():
     """The least-squares solution for all patches, which are resized without smoothing."""
     for old, new in ((4, 8), (8, 4), (4, 6)):
         source = shaken(patch_size=old, image_size=48)
@@ -189,7 +185,7 @@ def test_patches_are_resized_as_flexivit_does() -> None:
 """)
 def test_another_kind_of_model_is_refused_by_name(
     source: dict[str, object], target: dict[str, object], row: str
-) -> None:
+):
     """Nothing is loaded then."""
     model = shaken(**target)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -202,7 +198,7 @@ def test_another_kind_of_model_is_refused_by_name(
     )
 
 
-def test_a_wrong_grid_is_refused() -> None:
+def test_a_wrong_grid_is_refused():
     for options in ({}, {"num_registers": 2}):
         model = shaken(**options)
         with refused("does not hold"):
@@ -271,7 +267,7 @@ REFERENCES = {
 
 
 @every(convention=REFERENCES, prefix="0, 2")
-def test_conventions_equal_independent_references(convention: str, prefix: int) -> None:
+def test_conventions_equal_independent_references(convention: str, prefix: int):
     """14 x 14 to the grids of 112 x 448 (as many tokens) and 384 x 512 px, a smaller one, and from
     no square."""
     for grids in ("14x14 7x28", "14x14 24x32", "14x14 9x9", "4x5 3x9"):
@@ -297,7 +293,7 @@ def test_conventions_equal_independent_references(convention: str, prefix: int) 
 - [[3, 7]]
 - [[37, 37]]
 """)
-def test_fixed_positions_equal_a_slow_table(grid: tuple[int, int]) -> None:
+def test_fixed_positions_equal_a_slow_table(grid: tuple[int, int]):
     """Columns first; big_vision's frequencies include 1 / 10,000, MAE's stop short of it."""
     for function, steps in (
         (sincos_position_embedding, 5),

@@ -69,9 +69,7 @@ OPTIONS = yaml.safe_load("""
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @torch.no_grad()
-def test_forward_and_count_equal_independent_references(
-    options: Values,
-) -> None:
+def test_forward_and_count_equal_independent_references(options: Values):
     model, arch = shaken(**options), arch_of(**options)
     weights = {**dict(model.named_parameters()), "pos_embed": model.pos_embed}
     facts = {"gelu": arch.gelu, "eps": arch.layer_norm_eps, "pool": arch.pool}
@@ -99,7 +97,7 @@ def test_forward_and_count_equal_independent_references(
 - [104, 240]
 - [24, 96]
 """)
-def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int) -> None:
+def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int):
     """timm rounds the product of width and ratio down."""
     for mlp in ("gelu", "swiglu"):
         model = small(width=width, mlp_width=mlp_width, mlp=mlp)
@@ -117,16 +115,14 @@ def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int) -> No
 - [{attention_dropout: 0.1}]
 - [{head_std: 0.1}]
 """)
-def test_options_do_not_change_the_other_weights_of_a_seed(
-    options: Values,
-) -> None:
+def test_options_do_not_change_the_other_weights_of_a_seed(options: Values):
     alike = {key: options[key] for key in options if key == "class_position"}
     plain, changed = small(**alike).state_dict(), small(**options).state_dict()
     different = [name for name in plain if not torch.equal(plain[name], changed[name])]
     assert different == (["head.weight"] if "head_std" in options else [])
 
 
-def test_fixed_positions_are_neither_trained_nor_saved() -> None:
+def test_fixed_positions_are_neither_trained_nor_saved():
     model = small(positions="sincos2d", dropout=0.5)
     assert "pos_embed" not in model.state_dict() | dict(model.named_parameters())
     assert torch.equal(model.pos_embed[0], sincos_position_embedding((4, 4), width=24))
@@ -134,7 +130,7 @@ def test_fixed_positions_are_neither_trained_nor_saved() -> None:
     assert zeros > 0.3  # dropout follows fixed positions too
 
 
-def test_flax_initialisation() -> None:
+def test_flax_initialisation():
     """models_vit.py; the layer that names no initialisation there has Flax's default."""
     model = small(width=96, num_heads=4, representation_layer=True, num_registers=3)
     bound = math.sqrt(6 / (96 + 96))
@@ -155,7 +151,7 @@ def test_flax_initialisation() -> None:
         assert spread == pytest.approx(std, rel=0.02)
 
 
-def test_deit_initialisation() -> None:
+def test_deit_initialisation():
     """DeiT-III's models_v2.py: N(0, 0.02) everywhere; patches U(+-1 / sqrt(fan-in)), PyTorch's."""
     model = small(
         weight_init="deit",
@@ -179,7 +175,7 @@ def test_deit_initialisation() -> None:
     assert biases and not any(p.any() for p in biases)
 
 
-def test_the_head_starts_at_its_bias() -> None:
+def test_the_head_starts_at_its_bias():
     assert torch.equal(small(head_bias=-10.0)(PIXELS), torch.full((2, 5), -10.0))
     last = small(head_bias=-10.0, head_std=2e-2, representation_layer=True).head[-1]
     assert last.bias.tolist() == [-10.0] * 5
@@ -189,9 +185,7 @@ def test_the_head_starts_at_its_bias() -> None:
 # ---- regularisation -----------------------------------------------------------------------------
 
 
-def test_dropout_is_after_dense_layers_but_qkv_and_drop_path_grows_or_is_constant() -> (
-    None
-):
+def test_dropout_is_after_dense_layers_but_qkv_and_drop_path_grows_or_is_constant():
     model = small(dropout=0.3)
     block = model.blocks[0]
     assert (
@@ -211,7 +205,7 @@ def test_dropout_is_after_dense_layers_but_qkv_and_drop_path_grows_or_is_constan
 
 
 @pytest.mark.slow
-def test_blocks_of_different_rates_are_compiled_once() -> None:
+def test_blocks_of_different_rates_are_compiled_once():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = small(depth=4, drop_path=0.3)
@@ -234,7 +228,7 @@ def test_blocks_of_different_rates_are_compiled_once() -> None:
 
 
 @torch.no_grad()
-def test_outputs_are_what_their_names_say() -> None:
+def test_outputs_are_what_their_names_say():
     model = small(
         depth=5, num_registers=1, representation_layer=True, head_std=0.1
     ).eval()
@@ -266,7 +260,7 @@ def test_outputs_are_what_their_names_say() -> None:
     assert torch.allclose(found, torch.cat(expected, dim=1), atol=1e-6)
 
 
-def test_a_distilled_model_has_a_head_for_each_token() -> None:
+def test_a_distilled_model_has_a_head_for_each_token():
     model = small(distillation_token=True, head_std=0.1)
     heads = model(PIXELS, output="heads")
     tokens = model.forward_features(PIXELS)
@@ -287,7 +281,7 @@ def test_a_distilled_model_has_a_head_for_each_token() -> None:
 # ---- settings -----------------------------------------------------------------------------------
 
 
-def test_resolved_settings_stay_as_they_are() -> None:
+def test_resolved_settings_stay_as_they_are():
     settings = ViTSettings(preset="B/16", depth=2)
     arch = settings.resolved(num_classes=7)
     assert (arch.width, arch.depth, arch.patch_size, arch.num_classes) == (
@@ -309,14 +303,14 @@ FAMILIES: dict[str, Architecture] = {
 
 
 @pytest.fixture(params=MODELS)
-def model(request: pytest.FixtureRequest) -> Any:
+def model(request) -> Any:
     family = MODELS[request.param]
     settings = FAMILIES.get(request.param) or family.Settings(image_size=32)
     arch = settings.resolved(num_classes=5)
     return family.load().build_model(arch, seed=0)
 
 
-def test_the_objective_takes_further_inputs(model: Any) -> None:
+def test_the_objective_takes_further_inputs(model: Any):
     images = torch.zeros(1, 3, 32, 32)
     with pytest.raises(AssertionError, match="feature"):
         model(images, output="feature")
@@ -324,7 +318,7 @@ def test_the_objective_takes_further_inputs(model: Any) -> None:
     assert torch.equal(model(images + 1, output="objective", factor=2), images + 2)
 
 
-def test_logits_are_in_fp32_in_a_model_in_bf16(model: Any) -> None:
+def test_logits_are_in_fp32_in_a_model_in_bf16(model: Any):
     """Near -10, where bf16 has steps of 0.06; also under autocast, as at ZeRO stage 0."""
     heads: list[Any] = [
         module for module in model.modules() if isinstance(module, InFp32)
@@ -380,7 +374,7 @@ def published(preset: str, num_classes: int = 1000, **settings: object) -> ViTSe
 """)
 def test_sizes_have_the_published_number_of_parameters(
     preset: str, options: dict[str, object], expected: int
-) -> None:
+):
     assert costs.num_parameters(published(preset, **options)) == expected
 
 
@@ -392,13 +386,13 @@ def test_sizes_have_the_published_number_of_parameters(
 - [L/14, 81.08]
 - [H/14, 167.4]
 """)
-def test_flops_match_published_multiply_adds(preset: str, gmacs: float) -> None:
+def test_flops_match_published_multiply_adds(preset: str, gmacs: float):
     assert costs.train_flops_per_image(published(preset)) / 6e9 == pytest.approx(
         gmacs, rel=2e-3
     )
 
 
-def test_activations_match_34_bytes_per_token_channel_and_block() -> None:
+def test_activations_match_34_bytes_per_token_channel_and_block():
     arch = published("L/16")
     kept = costs.activation_bytes_per_image(
         arch, precision="bf16", activation_checkpointing=False
@@ -424,7 +418,7 @@ def test_activations_match_34_bytes_per_token_channel_and_block() -> None:
 """)
 def test_zero_stages_shard_what_the_paper_says(
     precision: str, stage: int, bytes_per_parameter: float
-) -> None:
+):
     arch = published("L/16")
     memory = costs.memory_estimate(
         arch, costs=costs, zero_stage=stage, world_size=8, precision=precision, micro_batch=64,

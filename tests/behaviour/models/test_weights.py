@@ -69,9 +69,7 @@ def check(ours: TrainedModel, expected: torch.Tensor, output: str = "logits") ->
 - [Dinov2, {use_swiglu_ffn: true}]
 - [Dinov2WithRegisters, {}]
 """)
-def test_hugging_face_classifiers_give_their_logits(
-    tmp_path: Path, kind: str, more: Values
-) -> None:
+def test_hugging_face_classifiers_give_their_logits(tmp_path, kind: str, more: Values):
     config = getattr(transformers, f"{kind}Config")(**SMALL, id2label=NAMES, **more)
     theirs = shaken(getattr(transformers, f"{kind}ForImageClassification")(config))
     theirs.save_pretrained(tmp_path)
@@ -92,7 +90,7 @@ TRUNKS = ("ViT", "ViTMAE", "DeiT", "Dinov2", "Dinov2WithRegisters")
 
 
 @every(kind=TRUNKS)
-def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> None:
+def test_hugging_face_trunks_give_their_features(tmp_path, kind: str):
     """The class token; with a distillation token the mean of both, as timm and our exports."""
     config = getattr(transformers, f"{kind}Config")(**SMALL)
     theirs = shaken(getattr(transformers, f"{kind}Model")(config))
@@ -127,7 +125,7 @@ def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> N
 - [vit_giant_patch14_dinov2, {}]
 - [vit_base_patch16_siglip_224, {}]
 """)
-def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: Values) -> None:
+def test_timms_folders_give_its_logits(tmp_path, name: str, more: Values):
     theirs = shaken(timm.create_model(name, **TIMM, **more))
     theirs.pretrained_cfg["crop_pct"] = 0.93
     synsets = ["cat", *(f"n0144076{label}" for label in range(1, 5))]
@@ -160,9 +158,7 @@ def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: Values) 
 - [vit_so150m_patch16_reg4_map_256, {}]  # positions of registers
 """)
 @torch.no_grad()
-def test_other_vits_of_timm_are_of_its_family(
-    tmp_path: Path, name: str, more: Values
-) -> None:
+def test_other_vits_of_timm_are_of_its_family(tmp_path, name: str, more: Values):
     theirs = shaken(timm.create_model(name, **TIMM, **more))
     save_for_hf(theirs, tmp_path, model_args=TIMM | more)
     found = open_model(str(tmp_path))
@@ -171,7 +167,7 @@ def test_other_vits_of_timm_are_of_its_family(
 
 
 @every(name="deit3_small_patch16_224, vit_small_patch14_reg4_dinov2")
-def test_a_bare_file_needs_only_its_heads(tmp_path: Path, name: str) -> None:
+def test_a_bare_file_needs_only_its_heads(tmp_path, name: str):
     """Its width of 32 is of no known model. Positions are resampled to another image size."""
     theirs, path = (
         shaken(timm.create_model(name, **TIMM)),
@@ -230,7 +226,7 @@ def opened(path: Path) -> torch.Tensor:
     return found
 
 
-def test_layouts_of_older_and_larger_files_are_read(tmp_path: Path) -> None:
+def test_layouts_of_older_and_larger_files_are_read(tmp_path):
     """Blocks stacked by `scan=True`, a text tower, optimiser states, bf16 as NumPy has it."""
     content = big_vision(tmp_path)
     expected = opened(npz(tmp_path / "plain.npz", content, prefix="params/"))
@@ -253,7 +249,7 @@ def test_layouts_of_older_and_larger_files_are_read(tmp_path: Path) -> None:
     assert torch.equal(found, opened(npz(tmp_path / "fp32.npz", exact)))
 
 
-def test_positions_form_a_square(tmp_path: Path) -> None:
+def test_positions_form_a_square(tmp_path):
     content = big_vision(tmp_path) | {
         "pos_embedding": np.zeros((1, 19, 24), np.float32)
     }
@@ -266,7 +262,7 @@ def test_positions_form_a_square(tmp_path: Path) -> None:
 
 # Made once, all parameters random: `google` has the logits of timm's reader, `own` is our export.
 @every(kind="google, timm, vit, deit, dinov2, own")
-def test_stored_weights_still_give_the_logits_of_their_libraries(kind: str) -> None:
+def test_stored_weights_still_give_the_logits_of_their_libraries(kind: str):
     folder = FOLDER / "weights" / kind
     expected = json.loads((folder / "expected.json").read_text())
     path, numbers = folder / "model.npz", torch.arange(2 * 3 * 8 * 8)
@@ -322,9 +318,7 @@ CHUNKED = {n.replace("blocks.0.", "blocks.0.0."): v for n, v in STATE.items()}
     ids=["mae", "timm", "dino", "dinov2", "parameters", "chunks"],
 )
 @every(kind="zip, old")
-def test_files_of_trainers_load_as_their_weights(
-    tmp_path: Path, content: Any, kind: str
-) -> None:
+def test_files_of_trainers_load_as_their_weights(tmp_path, content: Any, kind: str):
     path = tmp_path / "model.pth"
     torch.save(content, path, _use_new_zipfile_serialization=kind != "old")
     found = read_weights(path)
@@ -344,9 +338,7 @@ def test_files_of_trainers_load_as_their_weights(
 - [1664, 16]
 - [640, 10]
 """)
-def test_heads_are_those_of_the_known_model(
-    tmp_path: Path, width: int, heads: int
-) -> None:
+def test_heads_are_those_of_the_known_model(tmp_path, width: int, heads: int):
     path = tmp_path / "bare.safetensors"
     sizes = {"width": width, "num_heads": heads, "depth": 1, "mlp_width": 8}
     save_file(small_model(**sizes).network.state_dict(), path)
@@ -368,7 +360,7 @@ class Trap:
 
 # torch words it otherwise for modules that it always refuses, such as os.
 @every(kind="zip, old, os, npz")
-def test_pickles_that_run_code_are_refused_unread(tmp_path: Path, kind: str) -> None:
+def test_pickles_that_run_code_are_refused_unread(tmp_path, kind: str):
     sprung, path = tmp_path / "sprung", tmp_path / "trap.pth"
     if kind == "npz":
         path = npz(
@@ -394,7 +386,7 @@ def test_pickles_that_run_code_are_refused_unread(tmp_path: Path, kind: str) -> 
         assert sprung.exists()
 
 
-def test_bad_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_bad_files_are_refused_in_one_sentence(tmp_path):
     whole = npz(tmp_path / "whole.npz", big_vision(tmp_path)).read_bytes()
     torch.save(STATE, tmp_path / "whole.pth")
     middle = len(whole) // 2
@@ -431,22 +423,20 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Path:
+def weights(tmp_path) -> Path:
     model = timm.create_model(TINY, **TIMM | {"embed_dim": 192, "depth": 1})
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
 @every(names="[cat], {cat: 0}")
-def test_names_that_are_not_those_of_the_outputs_are_refused(
-    weights: Path, names: Any
-) -> None:
+def test_names_that_are_not_those_of_the_outputs_are_refused(weights: Path, names: Any):
     (weights.parent / "classes.json").write_text(json.dumps(names))
     with refused("1 names of classes for the model's 5 outputs|is no list"):
         open_model(str(weights))
 
 
-def test_what_is_no_model_is_one_error(tmp_path: Path, weights: Path) -> None:
+def test_what_is_no_model_is_one_error(tmp_path, weights: Path):
     with refused(r"contains no model") as caught:
         open_model(str(tmp_path))
     assert "set init to the file model.safetensors" in str(caught.value)
@@ -471,7 +461,7 @@ def test_what_is_no_model_is_one_error(tmp_path: Path, weights: Path) -> None:
 - [{architecture: vit_tiny_patch16_224, pretrained_cfg: x}, description is incomplete or invalid]
 - [{model_type: vit}, "incomplete or invalid .KeyError: 'num_attention_heads'"]
 """)
-def test_other_models_are_refused(weights: Path, config: Values, message: str) -> None:
+def test_other_models_are_refused(weights: Path, config: Values, message: str):
     (weights.parent / "config.json").write_text(json.dumps(config))
     with refused(message):
         open_model(str(weights.parent))

@@ -26,9 +26,7 @@ from vitscale.optim.settings import OPTIMIZERS, OptimSettings
     ("name", "momentum_dtype"),
     [*((name, "fp32") for name in OPTIMIZERS), ("adamw", "bf16")],
 )
-def test_table_lists_the_state_of_each_optimizer(
-    name: str, momentum_dtype: Any
-) -> None:
+def test_table_lists_the_state_of_each_optimizer(name: str, momentum_dtype: Any):
     settings = OptimSettings(name=name, lr=0.1, momentum_dtype=momentum_dtype)
     weight = torch.nn.Parameter(torch.ones(4, 3))
     group = {"params": [weight], "weight_decay": 0.0}
@@ -51,7 +49,7 @@ def test_table_lists_the_state_of_each_optimizer(
 """)
 def test_lamb_takes_the_step_of_adam_where_a_norm_is_zero(
     gradient: float, value: float
-) -> None:
+):
     """A fresh head has no size to keep; Adam's first step is one learning rate."""
     head = torch.nn.Parameter(torch.zeros(2, 4))
     optimizer = Lamb([{"params": [head], "weight_decay": 0.02}], lr=0.1)
@@ -60,7 +58,7 @@ def test_lamb_takes_the_step_of_adam_where_a_norm_is_zero(
     torch.testing.assert_close(head.detach(), torch.full((2, 4), value))
 
 
-def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps() -> None:
+def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps():
     """In fp64 except for the kept and the decayed moment; the update uses it before rounding."""
     beta1 = 0.9
     beta2 = 0.99
@@ -93,7 +91,7 @@ def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps() -> None:
 
 
 @every(kind=MaskedOptimizer.__subclasses__())
-def test_found_inf_changes_nothing_and_grad_scale_divides(kind: type[Any]) -> None:
+def test_found_inf_changes_nothing_and_grad_scale_divides(kind: type[Any]):
     """As the guard asks for; the very first update may be a skipped one."""
     scaled = torch.nn.Parameter(torch.ones(5, 3))
     divided = torch.nn.Parameter(torch.ones(5, 3))
@@ -123,9 +121,7 @@ def test_found_inf_changes_nothing_and_grad_scale_divides(kind: type[Any]) -> No
     assert not torch.equal(scaled, torch.ones(5, 3))
 
 
-def test_a_model_of_several_chunks_is_updated_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_of_several_chunks_is_updated_once(monkeypatch):
     """Large models are updated in parts; without decay LAMB's step is that of torch's Adam."""
     monkeypatch.setattr(optimizers, "CHUNK_ELEMENTS", 7)
     random = torch.Generator().manual_seed(0)

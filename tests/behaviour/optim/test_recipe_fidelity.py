@@ -151,13 +151,13 @@ NO_RECIPE = {
 
 
 @every(name=TABLE["recipes"])
-def test_recipe_resolves_to_the_published_numbers(name: str) -> None:
+def test_recipe_resolves_to_the_published_numbers(name: str):
     # YAML has lists and no tuples.
     values = json.loads(json.dumps(resolved(recipe(name))))
     assert values == published(TABLE["recipes"][name])
 
 
-def test_every_training_config_is_in_the_table() -> None:
+def test_every_training_config_is_in_the_table():
     # A recipe that nobody compared with its paper would be as good as its author's memory.
     listed = {f"{name}.yaml" for name in TABLE["recipes"].keys() | NO_RECIPE}
     paths = {str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml")}

@@ -65,7 +65,7 @@ def opened(section: dict[str, Any], **changes: Any) -> Any:
     return run, run.make_objective(), run.model.resolved(num_classes=0)
 
 
-def test_what_is_corrupted_depends_on_the_seed() -> None:
+def test_what_is_corrupted_depends_on_the_seed():
     """And on the position of each image, as what MAE removes: test_reference."""
     predicted = []
     for seed in (0, 1):
@@ -79,14 +79,14 @@ def test_what_is_corrupted_depends_on_the_seed() -> None:
 
 
 @MASKING
-def test_parameters_are_those_of_the_module(section: dict[str, Any]) -> None:
+def test_parameters_are_those_of_the_module(section: dict[str, Any]):
     run, objective, arch = opened(section)
     model = build_model(run, objective, arch)
     counts = [p.numel() for p in model.parameters() if p.requires_grad]
     assert objective.num_parameters(arch) == sum(counts)
 
 
-def test_costs_are_those_of_the_parts() -> None:
+def test_costs_are_those_of_the_parts():
     """The encoder of MAE sees 5 tokens, its decoder 17; the head of masked patches 8 of 16."""
     options = {"precision": "bf16", "activation_checkpointing": False}
     _, mae, arch = opened(MAE)
@@ -110,7 +110,7 @@ def test_costs_are_those_of_the_parts() -> None:
 """)
 def test_costs_are_those_of_the_published_models(
     preset: str, encoder: int, decoder: int, ratio: float
-) -> None:
+):
     model = {"preset": preset, "positions": "sincos2d_mae"}
     _, mae, arch = opened({"name": "mae"}, model=model)
     assert PLAIN.num_parameters(arch) == encoder
@@ -137,7 +137,7 @@ class WithLayer(Objective):
         model.objective = torch.nn.Linear(arch.width, 3)
 
 
-def test_what_an_objective_adds_depends_on_the_seed_alone() -> None:
+def test_what_an_objective_adds_depends_on_the_seed_alone():
     weights = []
     for seed, draws in ((0, 0), (0, 5), (1, 0)):
         run = PretrainRun.model_validate(RUN | {"seed": seed})
@@ -171,7 +171,7 @@ def many() -> Corruption:
     return drawn(NUM_IMAGES)
 
 
-def test_exactly_half_of_each_image_is_corrupted(many: Corruption) -> None:
+def test_exactly_half_of_each_image_is_corrupted(many: Corruption):
     assert many["predicted_BK"].shape == (NUM_IMAGES, NUM_CORRUPTED)
     assert (np.diff(many["predicted_BK"], axis=1) > 0).all()
     corrupted = np.zeros((NUM_IMAGES, NUM_PATCHES), dtype=bool)
@@ -190,7 +190,7 @@ def test_exactly_half_of_each_image_is_corrupted(many: Corruption) -> None:
         assert abs(count / total - share) < 5 * sigma
 
 
-def test_every_other_patch_is_equally_likely_to_replace_one(many: Corruption) -> None:
+def test_every_other_patch_is_equally_likely_to_replace_one(many: Corruption):
     images, patches = np.nonzero(many["sources_BN"] != np.arange(NUM_PATCHES))
     donors = many["sources_BN"][images, patches]
     distances = (donors - patches) % NUM_PATCHES
@@ -204,7 +204,7 @@ def test_every_other_patch_is_equally_likely_to_replace_one(many: Corruption) ->
     assert len(np.unique(images * NUM_PATCHES + donors)) == len(images)
 
 
-def test_colors_equal_a_slow_reference() -> None:
+def test_colors_equal_a_slow_reference():
     random = np.random.default_rng(0)
     patches = random.integers(0, 256, (2, 3, 8, 8, 3), dtype=np.uint8)
     # A channel's mean is exactly at the border of two levels, or at its ends.
@@ -217,7 +217,7 @@ def test_colors_equal_a_slow_reference() -> None:
         assert classes[image, patch] == 64 * red + 8 * green + blue
 
 
-def test_patches_are_rows_with_channels_last() -> None:
+def test_patches_are_rows_with_channels_last():
     images = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
     patches = to_patches(images, patch_size=4)
     pixels = patches.unflatten(2, (4, 4, 3))
@@ -229,14 +229,14 @@ def test_patches_are_rows_with_channels_last() -> None:
     assert torch.equal(to_images(patches, grid=(3, 3)), images)
 
 
-def test_chance_loses_ln_512() -> None:
+def test_chance_loses_ln_512():
     right = torch.arange(6).view(2, 3)
     loss, accuracy = color_loss(torch.zeros(2, 3, 512), right)
     assert (loss.item(), accuracy.item()) == pytest.approx((math.log(512), 1 / 6))
 
 
 @every(options="{}, {pool: gap, positions: sincos2d}, {num_registers: 2}")
-def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) -> None:
+def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]):
     """Corrupted image by image, before positions; read from each patch's own token."""
     model = small_model({"image_size": 24, "patch_size": 8, **options}).eval()
     model.objective = MaskedPatches(16).double()
@@ -315,9 +315,7 @@ def slow_predictions(
 
 
 @every(normalized="true, false", recompute="false, true")
-def test_loss_and_gradients_equal_the_slow_version(
-    normalized: bool, recompute: bool
-) -> None:
+def test_loss_and_gradients_equal_the_slow_version(normalized: bool, recompute: bool):
     model = small_model(FIXED)
     if recompute:
         vit.checkpoint_activations(model)
@@ -347,7 +345,7 @@ def test_loss_and_gradients_equal_the_slow_version(
     torch.testing.assert_close(gradients, slow, rtol=1e-4, atol=1e-6)
 
 
-def test_positions_are_added_before_patches_are_removed() -> None:
+def test_positions_are_added_before_patches_are_removed():
     """All patches kept in another order: the features of a plain forward pass, in that order."""
     model = small_model({})
     images = torch.randn(2, 3, 12, 12, dtype=torch.float64)
@@ -359,11 +357,11 @@ def test_positions_are_added_before_patches_are_removed() -> None:
         torch.testing.assert_close(encoded[image, 1:], plain[image, 1 + order[image]])
 
 
-def test_ties_keep_their_order() -> None:
+def test_ties_keep_their_order():
     assert random_orders(np.array([[0.3, 0.1, 0.9, 0.1]])).tolist() == [[1, 3, 0, 2]]
 
 
-def test_start_is_that_of_mae() -> None:
+def test_start_is_that_of_mae():
     sizes = SMALL | FIXED | {"width": 64, "mlp_width": 256}
     arch = ViTSettings(**sizes).resolved(num_classes=0)
     model: Any = vit.build_model(arch, seed=0)

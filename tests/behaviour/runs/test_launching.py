@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 from itertools import product
-from pathlib import Path
 
 from launch.jobs.preparation import check_job, job_folder, run_name
 from launch.jobs.submission import sbatch_text
@@ -52,7 +51,7 @@ def script_with(field: str, text: str) -> str | None:
     )
 
 
-def test_no_field_runs_as_shell(tmp_path: Path) -> None:
+def test_no_field_runs_as_shell(tmp_path):
     scripts = {
         (field, text): script_with(field, text)
         for field in QUOTED_FIELDS
@@ -105,7 +104,7 @@ def run(**changes: dict[str, object]) -> PretrainRun:
     return PretrainRun.model_validate({"name": "x", **sections})
 
 
-def test_cooldown_of_a_plan_is_its_share_of_the_steps() -> None:
+def test_cooldown_of_a_plan_is_its_share_of_the_steps():
     for share, steps in ((0.25, 25), (0.001, 1), (0.0, 0)):
         chosen = run(schedule={"decay": "constant", "cooldown_share": share})
         plan = training_plan(chosen, world_size=1, num_samples=8)
@@ -115,7 +114,7 @@ def test_cooldown_of_a_plan_is_its_share_of_the_steps() -> None:
         training_plan(late, world_size=1, num_samples=8)
 
 
-def test_warmup_of_a_plan_may_be_given_in_epochs() -> None:
+def test_warmup_of_a_plan_may_be_given_in_epochs():
     short = run(schedule={"warmup_steps": 0, "warmup_epochs": 3})
     assert training_plan(short, world_size=1, num_samples=83).warmup_steps == 31
     half = run(schedule={"warmup_steps": 0, "warmup_epochs": 0.5})
@@ -124,7 +123,7 @@ def test_warmup_of_a_plan_may_be_given_in_epochs() -> None:
         training_plan(short, world_size=1, num_samples=400)
 
 
-def test_micro_batch_is_the_largest_that_fits() -> None:
+def test_micro_batch_is_the_largest_that_fits():
     wide = run(data={"global_batch": 24}, engine={"max_micro_batch": 8})
     plan = training_plan(wide, world_size=2, num_samples=8)
     assert (plan.micro_batch, plan.accumulation) == (6, 2)
@@ -133,9 +132,7 @@ def test_micro_batch_is_the_largest_that_fits() -> None:
         training_plan(mixed, world_size=2, num_samples=8)
 
 
-def test_the_nearest_batches_with_a_large_micro_batch_are_those_of_an_exhaustive_search() -> (
-    None
-):
+def test_the_nearest_batches_with_a_large_micro_batch_are_those_of_an_exhaustive_search():
     """By the divisors of every share: small is 1, 2 or less than half of the largest."""
 
     def largest(share: int) -> int:
@@ -169,7 +166,7 @@ def test_the_nearest_batches_with_a_large_micro_batch_are_those_of_an_exhaustive
     assert num_small > 100
 
 
-def test_batch_that_does_not_divide_names_its_neighbours() -> None:
+def test_batch_that_does_not_divide_names_its_neighbours():
     with refused("multiples of 3: 6 or 9"):
         training_plan(run(), world_size=3, num_samples=8)
     with refused("multiples of 16: 16\\n"):

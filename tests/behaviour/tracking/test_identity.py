@@ -93,12 +93,8 @@ def num_runs(store: Store) -> int:
 
 @every(in_mlflow_before="true, false", same_name="true, false")
 def test_a_copy_that_goes_on_is_another_run(
-    same_name: bool,
-    in_mlflow_before: bool,
-    tmp_path: Path,
-    uri: str,
-    store: Store,
-) -> None:
+    same_name: bool, in_mlflow_before: bool, tmp_path, uri: str, store: Store
+):
     base, branch = tmp_path / "base", tmp_path / "branch"
     train(base, last=30, uri=uri if in_mlflow_before else None)
     shutil.copytree(base, branch)
@@ -122,8 +118,8 @@ def test_a_copy_that_goes_on_is_another_run(
 
 
 def test_copies_that_only_lie_there_are_runs_of_their_own(
-    tmp_path: Path, uri: str, store: Store
-) -> None:
+    tmp_path, uri: str, store: Store
+):
     base = tmp_path / "base"
     train(base, last=30)
     folders = [
@@ -140,9 +136,7 @@ def test_copies_that_only_lie_there_are_runs_of_their_own(
     assert len({*ids}) == 3
 
 
-def test_a_moved_folder_stays_the_same_run(
-    tmp_path: Path, uri: str, store: Store
-) -> None:
+def test_a_moved_folder_stays_the_same_run(tmp_path, uri: str, store: Store):
     base, there = tmp_path / "base", tmp_path / "elsewhere/base"
     train(base, last=30)
     run_id = send(base, uri)
@@ -159,8 +153,8 @@ def test_a_moved_folder_stays_the_same_run(
 
 
 def test_a_folder_that_goes_on_under_another_name_is_another_run(
-    tmp_path: Path, uri: str, store: Store
-) -> None:
+    tmp_path, uri: str, store: Store
+):
     base = tmp_path / "base"
     train(base, last=30)
     first = send(base, uri)
@@ -172,8 +166,8 @@ def test_a_folder_that_goes_on_under_another_name_is_another_run(
 
 
 def test_folders_that_cannot_see_each_other_never_share_a_run(
-    tmp_path: Path, uri: str, store: Store
-) -> None:
+    tmp_path, uri: str, store: Store
+):
     """A copy on another machine: the path of the original is not there."""
     base, far = tmp_path / "base", tmp_path / "far"
     train(base, last=30)
@@ -199,8 +193,8 @@ def test_folders_that_cannot_see_each_other_never_share_a_run(
 
 
 def test_a_run_of_an_earlier_version_is_told_by_mlflow(
-    tmp_path: Path, uri: str, store: Store
-) -> None:
+    tmp_path, uri: str, store: Store
+):
     """Its events do not name the folder."""
     base = tmp_path / "base"
     train(base, last=30)
@@ -217,12 +211,8 @@ def test_a_run_of_an_earlier_version_is_told_by_mlflow(
 
 
 def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
-    tmp_path: Path,
-    uri: str,
-    capsys: pytest.CaptureFixture[str],
-    store: Store,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path, uri: str, capsys, store: Store, monkeypatch
+):
     folder = tmp_path / "run"
     train(folder, last=130, value=9.0)
     run_id = send(folder, uri)
@@ -259,7 +249,7 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
         assert {len(values) for values in points(store, again).values()} == {1}
 
 
-def test_compared_runs_are_read_as_logged_and_once(tmp_path: Path, uri: str) -> None:
+def test_compared_runs_are_read_as_logged_and_once(tmp_path, uri: str):
     old, new = tmp_path / "old", tmp_path / "new"
     for folder, value in ((old, 1.0), (new, math.inf)):
         train(folder, last=10, value=value)
@@ -291,8 +281,8 @@ def add_experiments(store: Store, num: int) -> None:
 
 
 def test_a_run_is_found_among_thousands_of_experiments(
-    tmp_path: Path, uri: str, store: Store
-) -> None:
+    tmp_path, uri: str, store: Store
+):
     parent, child = tmp_path / "parent", tmp_path / "child"
     train(parent, last=30)
     first = send(parent, uri)
@@ -316,7 +306,7 @@ def test_a_run_is_found_among_thousands_of_experiments(
         assert [run.info.run_id for run, _ in found] == newest[:limit]
 
 
-def test_a_server_that_repeats_its_page_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_repeats_its_page_ends(monkeypatch):
     class Page(list[Any]):
         token = "again"
 

@@ -58,7 +58,7 @@ def steps_in(path: Path) -> list[int]:
 )
 def test_resumed_journal_has_each_step_once(
     num_steps: int, resume_step: int, torn_bytes: int
-) -> None:
+):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "journal.jsonl")
         journal = Journal(path, resume_step=0)
@@ -85,7 +85,7 @@ def test_resumed_journal_has_each_step_once(
 @given(value=st.floats(), step=st.integers(0, 2**40), junk=st.binary(max_size=200))
 def test_any_number_survives_as_strict_json_beside_invalid_lines(
     value: float, step: int, junk: bytes
-) -> None:
+):
     line = encode(Row(step=step, time=1.5, metrics={"train/loss": value}))
 
     def refuse(name: str) -> None:
@@ -105,9 +105,7 @@ def test_any_number_survives_as_strict_json_beside_invalid_lines(
         assert line in path.read_bytes()
 
 
-def test_lines_survive_power_loss_from_a_flush(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_survive_power_loss_from_a_flush(tmp_path, monkeypatch):
     """And the file's name from the start: the folder's fsync."""
     path, flushed = tmp_path / "run/journal.jsonl", list[tuple[str, int]]()
     fsync = os.fsync
@@ -128,9 +126,7 @@ def test_lines_survive_power_loss_from_a_flush(
     assert flushed[2:] == [(str(path), path.stat().st_size)]
 
 
-def test_a_flush_that_storage_refuses_names_the_journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flush_that_storage_refuses_names_the_journal(tmp_path, monkeypatch):
     journal = Journal(tmp_path / "journal.jsonl", resume_step=0)
 
     def refuse(fd: int) -> None:
@@ -142,9 +138,7 @@ def test_a_flush_that_storage_refuses_names_the_journal(
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(journal.path))
 
 
-def test_a_flush_tells_of_lines_that_a_full_disk_has_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flush_tells_of_lines_that_a_full_disk_has_refused(tmp_path, monkeypatch):
     """Or a checkpoint would be committed without them and without a word."""
     journal = Journal(tmp_path / "journal.jsonl", resume_step=0)
     with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as context:
@@ -161,7 +155,7 @@ def test_a_flush_tells_of_lines_that_a_full_disk_has_refused(
     assert steps_in(journal.path) == [5, 6]
 
 
-def test_nested_keys_become_dotted_with_yaml_values_without_secrets() -> None:
+def test_nested_keys_become_dotted_with_yaml_values_without_secrets():
     config, expected = yaml.safe_load("""
     - optim: {lr: 1.0e-4, betas: [0.9, 0.999], clip_norm: null}
       launch: {nodes: 2, mem_gb: null, setup: [export A=b], sbatch: {x: me}}
@@ -179,7 +173,7 @@ def test_nested_keys_become_dotted_with_yaml_values_without_secrets() -> None:
     assert flatten_params(yaml.safe_load(shared_yaml(config))) == flatten_params(config)
 
 
-def test_secrets_in_text_are_removed() -> None:
+def test_secrets_in_text_are_removed():
     for text, expected in yaml.safe_load(r"""
     - ["http://me:hunter2@host:5000/x", "http://host:5000/x"]
     - ["see s3://key:pw@bucket and http://h/a@b", "see s3://bucket and http://h/a@b"]
@@ -200,9 +194,7 @@ def test_secrets_in_text_are_removed() -> None:
     assert [key for key in keys if flatten_params({key: "x"}) == {key: "***"}] == []
 
 
-def test_addresses_are_absolute_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses_are_absolute_or_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     uri = absolute_uri(DEFAULT_URI)
     assert sqlite_path(uri) == tmp_path / "runs/mlflow.db" and absolute_uri(uri) == uri
@@ -215,9 +207,7 @@ def test_addresses_are_absolute_or_refused(
             absolute_uri(wrong)
 
 
-def test_the_site_file_names_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_site_file_names_the_store(tmp_path, monkeypatch):
     site = tmp_path / "site.yaml"
     monkeypatch.setenv("VITSCALE_SITE", str(site))
     site.write_text("tracking: {uri: http://mlflow:5000}")
@@ -229,9 +219,7 @@ def test_the_site_file_names_the_store(
         default_uri()
 
 
-def test_lines_go_to_output_and_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_go_to_output_and_log(tmp_path, capsys):
     for _ in range(2):  # a resume appends to the same log
         with training_log(tmp_path, is_writer=True) as say:
             say("step 1/2")
@@ -243,9 +231,7 @@ def test_lines_go_to_output_and_log(
     assert capsys.readouterr().out.startswith(log) and "late" not in log
 
 
-def test_progress_of_items_has_a_rate(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_of_items_has_a_rate(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(journal_module.time, "monotonic", lambda: now[0])
     with item_progress("verify", total=90, unit="tars") as advance:
@@ -279,9 +265,7 @@ NAMES += "|.|..||a\tb|a%b|a=b|a,b|a#b|a\x00b|日本"
 
 
 @every(name=[*NAMES.split("|"), "x" * 250, "x" * 251])
-def test_names_of_tags_are_refused_at_the_start_as_mlflow_would_later(
-    name: str,
-) -> None:
+def test_names_of_tags_are_refused_at_the_start_as_mlflow_would_later(name: str):
     tracking = TrackingSettings(tags={name: "x"})
     problems = dict(tracking_problems(tracking))
     assert is_store_name(name) == (not problems) == mlflow_takes(name)
@@ -292,7 +276,7 @@ def test_names_of_tags_are_refused_at_the_start_as_mlflow_would_later(
         )
 
 
-def test_a_name_with_a_line_break_is_refused() -> None:
+def test_a_name_with_a_line_break_is_refused():
     """MLflow's own rule lets one at the end pass."""
     assert (
         not is_store_name("a\n")
@@ -301,7 +285,7 @@ def test_a_name_with_a_line_break_is_refused() -> None:
     )
 
 
-def test_all_that_mlflow_would_refuse_is_one_report() -> None:
+def test_all_that_mlflow_would_refuse_is_one_report():
     values = {
         "uri": "htp://h",
         "experiment": "",

@@ -70,7 +70,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path) -> Path:
     folder = tmp_path / "runs/theirs"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("stage: pretrain\nname: theirs\n")
@@ -81,7 +81,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def secret(tmp_path: Path) -> Path:
+def secret(tmp_path) -> Path:
     path = tmp_path / "home/id_ed25519"
     path.parent.mkdir()
     # Would pass as a picture, and as a table.
@@ -110,7 +110,7 @@ def holds_secret(page: str) -> bool:
 @every(name="pictures/x.png, evaluation/x.png, evaluation/per_class.csv")
 def test_the_page_shows_files_of_the_run_alone(
     name: str, attack: str, run: Path, secret: Path
-) -> None:
+):
     if name.endswith(".csv"):
         secret.write_text(f"{PER_CLASS}0,{SECRET.decode()},1,1,1.0\n")
     path = placed(run, name, attack, secret)
@@ -120,7 +120,7 @@ def test_the_page_shows_files_of_the_run_alone(
     assert any(text.startswith(f"left out: {path}: ") for text in said)
 
 
-def test_the_page_shows_what_is_a_picture_of_at_most_2_mib(run: Path) -> None:
+def test_the_page_shows_what_is_a_picture_of_at_most_2_mib(run: Path):
     for name in ("pictures/a_b.png", "evaluation/worst_classes.png"):
         (run / name).parent.mkdir()
         (run / name).write_bytes(PNG + name.encode())
@@ -139,12 +139,8 @@ def test_the_page_shows_what_is_a_picture_of_at_most_2_mib(run: Path) -> None:
 
 @every(name="pictures/x.png, evaluation/a.csv", attack=ATTACKS)
 def test_mlflow_gets_files_of_the_run_alone(
-    name: str,
-    attack: str,
-    run: Path,
-    secret: Path,
-    mlflow_database: Path,
-) -> None:
+    name: str, attack: str, run: Path, secret: Path, mlflow_database: Path
+):
     path = placed(run, name, attack, secret)
     (run / "results.csv").write_text("fine\n")
     said: list[str] = []
@@ -164,12 +160,8 @@ def test_mlflow_gets_files_of_the_run_alone(
     ]
 )
 def test_a_record_that_is_no_file_of_the_run_is_one_error(
-    name: str,
-    attack: str,
-    run: Path,
-    secret: Path,
-    mlflow_database: Path,
-) -> None:
+    name: str, attack: str, run: Path, secret: Path, mlflow_database: Path
+):
     if attack == "folder" and "/" not in name:
         return
     path = placed(run, name, attack, secret)
@@ -189,7 +181,7 @@ def test_a_record_that_is_no_file_of_the_run_is_one_error(
         assert str(path) in caught.value.text() and "hunter2" not in caught.value.text()
 
 
-def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path: Path) -> None:
+def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path):
     good = b'{"step": 7, "time": 5, "a": 1}\n'
     odd = (
         b"[" * (MAX_LINE_BYTES - 2) + b"\n",
@@ -260,9 +252,7 @@ FORMS += " sftp://localhost{} sqlite://{} ../../{}"
 
 
 @every(form=[*FORMS.split(), " {}", ""])
-def test_no_server_chooses_where_files_are_written(
-    form: str, run: Path, tmp_path: Path
-) -> None:
+def test_no_server_chooses_where_files_are_written(form: str, run: Path, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     (home / "config.yaml").write_text("mine: untouched\n")
@@ -291,9 +281,7 @@ def test_no_server_chooses_where_files_are_written(
 
 
 @every(listed="results.md, ../../../x, /etc/x, a/../../x")
-def test_a_server_that_takes_files_itself_gets_them(
-    listed: str, run: Path, tmp_path: Path
-) -> None:
+def test_a_server_that_takes_files_itself_gets_them(listed: str, run: Path, tmp_path):
     """Names that it lists are compared, and lead nowhere; MLflow refuses those with `..`."""
     (run / "results.md").write_text("some text\n")
     said: list[str] = []
@@ -313,9 +301,7 @@ def test_a_server_that_takes_files_itself_gets_them(
     assert not [*tmp_path.rglob("x")]
 
 
-def test_what_a_server_says_is_printed_as_text(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_server_says_is_printed_as_text(run: Path, capsys):
     evil = "\x1b]0;owned\x07"
     with hostile_server(
         f"file:///{evil}", run_id=f"a{evil}", experiment_id=f"0{evil}"

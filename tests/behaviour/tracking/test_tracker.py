@@ -39,9 +39,7 @@ def store(mlflow_database: Path) -> Store:
 
 
 @pytest.fixture
-def open_tracker(
-    mlflow_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Open:
+def open_tracker(mlflow_database: Path, tmp_path, monkeypatch) -> Open:
     # Nothing here is about the waits that are bounded for a training's sake.
     for name in ("CLOSE_WAIT_S", "FAILED_CLOSE_WAIT_S"):
         monkeypatch.setattr(tracker_module, name, PATIENCE_S)
@@ -98,7 +96,7 @@ def send(folder: Path, database: Path) -> MlflowRun:
     return run
 
 
-def test_a_start_says_which_steps_its_journal_lacks(open_tracker: Open) -> None:
+def test_a_start_says_which_steps_its_journal_lacks(open_tracker: Open):
     said: list[str] = []
     for first, resume_step in ((10, 0), (0, 14), (0, 15)):
         settings = {"uri": None, "log_every_steps": 5}
@@ -108,9 +106,7 @@ def test_a_start_says_which_steps_its_journal_lacks(open_tracker: Open) -> None:
     assert said == ["journal.jsonl has no lines of steps 11 to 15"]
 
 
-def test_a_resumed_run_is_one_run_with_each_step_once(
-    open_tracker: Open, store: Store
-) -> None:
+def test_a_resumed_run_is_one_run_with_each_step_once(open_tracker: Open, store: Store):
     said: list[str] = []
     with pytest.raises(SystemExit), open_tracker(say=said.append) as first:
         log_steps(first, range(1, 11))
@@ -135,8 +131,8 @@ def test_a_resumed_run_is_one_run_with_each_step_once(
 
 
 def test_a_start_at_step_0_continues_an_unfinished_run_of_the_same_settings_and_code(
-    open_tracker: Open, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    open_tracker: Open, store: Store, monkeypatch
+):
     for _ in range(2):
         open_tracker().close(status="PAUSED")
     assert select(store, "count(*) from runs") == [1]
@@ -147,11 +143,8 @@ def test_a_start_at_step_0_continues_an_unfinished_run_of_the_same_settings_and_
 
 
 def test_what_a_run_shows_is_without_secrets(
-    open_tracker: Open,
-    store: Store,
-    mlflow_database: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    open_tracker: Open, store: Store, mlflow_database: Path, monkeypatch
+):
     monkeypatch.setenv(
         "SLURM_JOB_ID", "4711"
     )  # several nodes cannot share an SQLite file
@@ -199,7 +192,7 @@ def test_what_a_run_shows_is_without_secrets(
     )
 
 
-def test_a_run_that_mlflow_lost_is_sent_again(open_tracker: Open, store: Store) -> None:
+def test_a_run_that_mlflow_lost_is_sent_again(open_tracker: Open, store: Store):
     with open_tracker() as tracker:
         log_steps(tracker, range(1, 5))
     for table in ("metrics", "latest_metrics", "params", "tags", "runs"):
@@ -209,9 +202,7 @@ def test_a_run_that_mlflow_lost_is_sent_again(open_tracker: Open, store: Store) 
     assert select(store, "step from metrics where key = 'zero'") == [*range(1, 7)]
 
 
-def test_other_ranks_and_an_invalid_address_write_nothing(
-    open_tracker: Open, tmp_path: Path
-) -> None:
+def test_other_ranks_and_an_invalid_address_write_nothing(open_tracker: Open, tmp_path):
     with open_tracker(is_writer=False) as tracker:
         log_steps(tracker, range(1, 3))
     with refused("tracking.uri"):
@@ -220,8 +211,8 @@ def test_other_ranks_and_an_invalid_address_write_nothing(
 
 
 def test_a_store_that_fails_is_a_warning_and_a_missing_package_an_error(
-    open_tracker: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    open_tracker: Open, tmp_path, monkeypatch
+):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/tensorboard").write_text("no folder")
     said: list[str] = []
@@ -241,7 +232,7 @@ def test_a_store_that_fails_is_a_warning_and_a_missing_package_an_error(
         open_tracker(settings={"also": ("wandb",)})
 
 
-def test_logging_does_not_wait_for_the_store(open_tracker: Open, store: Store) -> None:
+def test_logging_does_not_wait_for_the_store(open_tracker: Open, store: Store):
     with open_tracker() as tracker:
         store.execute("begin exclusive")
         log_steps(tracker, range(1, 101))
@@ -250,11 +241,8 @@ def test_logging_does_not_wait_for_the_store(open_tracker: Open, store: Store) -
 
 
 def test_the_node_is_watched_until_the_run_ends(
-    open_tracker: Open,
-    store: Store,
-    mlflow_database: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    open_tracker: Open, store: Store, mlflow_database: Path, monkeypatch
+):
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
     cpu = "key from metrics where key like 'system/%/cpu_utilization_percentage'"
     with open_tracker(settings={"system_metrics": True}) as tracker:
@@ -272,7 +260,7 @@ def test_the_node_is_watched_until_the_run_ends(
 
 
 @pytest.fixture
-def folder(open_tracker: Open, tmp_path: Path) -> Path:
+def folder(open_tracker: Open, tmp_path) -> Path:
     with open_tracker(settings={"uri": None, "experiment": "copies"}) as tracker:
         log_steps(tracker, range(1, 300))
     (tmp_path / "run/results.csv").write_text("a\n")
@@ -283,7 +271,7 @@ def folder(open_tracker: Open, tmp_path: Path) -> Path:
 
 def test_a_copy_is_completed_and_made_once(
     folder: Path, store: Store, mlflow_database: Path
-) -> None:
+):
     def content() -> list[Any]:
         tables = [
             select(store, f"* from {each}")
@@ -320,7 +308,7 @@ def test_a_copy_is_completed_and_made_once(
 
 def test_runs_name_the_run_that_their_weights_come_from(
     folder: Path, store: Store, mlflow_database: Path, open_tracker: Open
-) -> None:
+):
     """Also where all are sent by one command, which names them in any order."""
     (folder / "results.json").unlink()  # a link
     origin = {"origin": str(folder / "checkpoints/step-00000010")}
@@ -343,7 +331,7 @@ def test_runs_name_the_run_that_their_weights_come_from(
 
 def test_files_are_uploaded_to_the_run_of_a_folder(
     open_tracker: Open, folder: Path, mlflow_database: Path
-) -> None:
+):
     said: list[str] = []
     file = folder / "results.csv"
     upload(folder, [file], say=said.append)
@@ -357,7 +345,7 @@ def test_files_are_uploaded_to_the_run_of_a_folder(
     assert said[-1].startswith("warning: not uploaded to MLflow (")
 
 
-def test_final_status_follows_the_error() -> None:
+def test_final_status_follows_the_error():
     endings = {None: "FINISHED", SystemExit(0): "FINISHED", SystemExit(75): "PAUSED"}
     endings |= {
         KeyboardInterrupt(): "KILLED",

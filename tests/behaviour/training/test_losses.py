@@ -34,9 +34,7 @@ CLASSES = 5
 
 
 @every(shares=[None, (0.7, 0.6, 1.0, 0.0)], kind="softmax, sigmoid, bce")
-def test_losses_equal_the_papers_formulas(
-    kind: str, shares: tuple[float, ...] | None
-) -> None:
+def test_losses_equal_the_papers_formulas(kind: str, shares: tuple[float, ...] | None):
     """Of bf16 logits in fp32; with mixed labels too, of which some are equal or have no share."""
     random = torch.Generator().manual_seed(0)
     logits = (torch.randn(8, 7, generator=random) - 6.9).bfloat16()
@@ -86,7 +84,7 @@ def distilled(
     return loss.item(), objective.recorded["train/teacher_agreement"].item()
 
 
-def test_each_head_learns_from_its_own_target() -> None:
+def test_each_head_learns_from_its_own_target():
     """Labels are mixed and smoothed, the teacher's are not. Numbers are computed by hand."""
     loss, agreement = distilled()
     assert loss == pytest.approx(0.5 * 1.407606 + 0.5 * 2.239545, abs=1e-6)
@@ -143,7 +141,7 @@ def opened(
 
 
 @pytest.fixture
-def safetensors(network: Any, tmp_path: Path) -> Path:
+def safetensors(network: Any, tmp_path) -> Path:
     save_file(network.state_dict(), tmp_path / "teacher.safetensors")
     return tmp_path / "teacher.safetensors"
 
@@ -154,9 +152,7 @@ def images(size: int) -> torch.Tensor:
     return torch.randint(256, shape, dtype=torch.uint8, generator=random)
 
 
-def test_logits_are_timms_on_the_teachers_own_pixels(
-    network: Any, safetensors: Path
-) -> None:
+def test_logits_are_timms_on_the_teachers_own_pixels(network: Any, safetensors: Path):
     pixels = images(160)
     mean = torch.tensor(network.pretrained_cfg["mean"]).view(3, 1, 1)
     std = torch.tensor(network.pretrained_cfg["std"]).view(3, 1, 1)
@@ -165,9 +161,7 @@ def test_logits_are_timms_on_the_teachers_own_pixels(
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_teachers_classes_are_matched_by_name(
-    network: Any, safetensors: Path
-) -> None:
+def test_a_teachers_classes_are_matched_by_name(network: Any, safetensors: Path):
     names = ("ant", "bee", "cod", "dog", "eel")
     listed = safetensors.with_name("classes.json")
     listed.write_text(json.dumps(names))
@@ -196,7 +190,7 @@ def test_a_teachers_classes_are_matched_by_name(
         opened(safetensors, classes=names)
 
 
-def test_images_are_resized_to_the_teachers_size(safetensors: Path) -> None:
+def test_images_are_resized_to_the_teachers_size(safetensors: Path):
     teacher = opened(safetensors, image_size=64)
     seen = []
     teacher.model.network.register_forward_pre_hook(
@@ -209,7 +203,7 @@ def test_images_are_resized_to_the_teachers_size(safetensors: Path) -> None:
     assert opened(safetensors).image_size == 160  # timm's of this network
 
 
-def test_the_teacher_learns_nothing(safetensors: Path) -> None:
+def test_the_teacher_learns_nothing(safetensors: Path):
     """No gradients, eval mode: BatchNorm's statistics stay; no draws from the run's state."""
     torch.manual_seed(3)
     before_state = torch.get_rng_state()
@@ -227,7 +221,7 @@ def test_the_teacher_learns_nothing(safetensors: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before_state)
 
 
-def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path: Path) -> None:
+def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path):
     vit = timm.create_model("test_vit", num_classes=CLASSES)
     # Teachers are often published as files of torch.
     path = tmp_path / "vit.pth"

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,7 +99,7 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+def ranks(monkeypatch) -> Ranks:
     """Instead of collectives; names of samples without an index."""
     ranks = Ranks()
     monkeypatch.setattr(interval_log, "gather_objects", ranks.gather)
@@ -111,7 +110,7 @@ def lost(*samples: int, part: int = 0) -> list[Unreadable]:
     return [Unreadable(part, sample, f"{sample}.tar", "broken") for sample in samples]
 
 
-def test_each_unreadable_sample_is_reported_once(ranks: Ranks) -> None:
+def test_each_unreadable_sample_is_reported_once(ranks: Ranks):
     monitor = ranks.unreadable(0.1)
     lines = ranks.report(monitor, [], lost(*range(UNREADABLE_SHOWN)))
     assert len(lines) == UNREADABLE_SHOWN + 1
@@ -131,7 +130,7 @@ def test_each_unreadable_sample_is_reported_once(ranks: Ranks) -> None:
     )
 
 
-def test_too_many_unreadable_samples_end_the_run(ranks: Ranks) -> None:
+def test_too_many_unreadable_samples_end_the_run(ranks: Ranks):
     monitor = ranks.unreadable(0.01)
     ranks.report(monitor, lost(*range(10)))  # 10 of an epoch of 1,000
     ranks.report(monitor, lost(11), num_seen=2000)  # 11 of 2,000 seen
@@ -139,7 +138,7 @@ def test_too_many_unreadable_samples_end_the_run(ranks: Ranks) -> None:
         ranks.report(monitor, [], lost(0), num_seen=20)
 
 
-def test_samples_replaced_before_a_resume_count(ranks: Ranks) -> None:
+def test_samples_replaced_before_a_resume_count(ranks: Ranks):
     """A run that is stopped often may replace no more samples than one that is not."""
     # A new process, with what the checkpoint says of the old one.
     monitor = ranks.unreadable(0.01, num_replaced=9)
@@ -156,8 +155,8 @@ def test_samples_replaced_before_a_resume_count(ranks: Ranks) -> None:
 - [1, [number 3 of 'train', number 1 of 'train']]
 """)
 def test_the_index_is_read_on_the_rank_that_prints_alone(
-    tmp_path: Path, rank: int, expected: list[str]
-) -> None:
+    tmp_path, rank: int, expected: list[str]
+):
     """Damaged or not: other ranks do not look at it."""
     folder = write_shard_folder(tmp_path / "shards", num_per_class=8, num_shards=2)
     data = open_training_set(DataSettings(path=str(folder), global_batch=2), seed=0)
@@ -206,7 +205,7 @@ class Seconds:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Seconds:
+def clock(monkeypatch) -> Seconds:
     """With sums over two equal ranks."""
     clock = Seconds()
     monkeypatch.setattr(interval_log, "time", clock)
@@ -216,12 +215,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Seconds:
 
 @every(save_every="3, 100", evaluate_every="0, 1, 2, 4", log_every="1, 2, 3, 5")
 def test_rates_leave_out_evaluations_and_saves(
-    monkeypatch: pytest.MonkeyPatch,
-    clock: Seconds,
-    log_every: int,
-    evaluate_every: int,
-    save_every: int,
-) -> None:
+    monkeypatch, clock: Seconds, log_every: int, evaluate_every: int, save_every: int
+):
     """Every interval has the same rate, however long what comes between its steps."""
     rates: list[float] = []
     log = opened(DATA, replace(WORLD, world_size=2))
@@ -261,9 +256,7 @@ def test_rates_leave_out_evaluations_and_saves(
     assert len(rates) >= 100 // log_every - 1
 
 
-def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(
-    clock: Seconds,
-) -> None:
+def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(clock: Seconds):
     log = opened(DATA, replace(WORLD, world_size=2))
     batch: Any = SimpleNamespace(labels=range(6), unreadable=())
     log.add_batch(batch)
@@ -273,7 +266,7 @@ def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(
     assert log._speed() == {"vitals/images_per_s": 2 * 6 / 8, "vitals/data_wait": 2 / 8}
 
 
-def test_an_update_waits_until_a_save_has_read_the_weights() -> None:
+def test_an_update_waits_until_a_save_has_read_the_weights():
     """After the backward pass, which may run beside the copy."""
     done: list[str] = []
     session: Any = SimpleNamespace(
@@ -296,7 +289,7 @@ def health(skipped: int, *, longest: int = 1) -> Health:
     return Health(skipped=skipped, longest=longest, last_step=3, bad_micro_step=None)
 
 
-def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks) -> None:
+def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks):
     """Of a bad loss those that its rank read for the micro-step, else all of the step."""
     monitor = ranks.skipped()
     ranks.others = [1]
@@ -318,7 +311,7 @@ def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks) -> N
 @every(scale="null, 1.0")
 def test_too_many_skipped_updates_in_a_row_end_the_run(
     ranks: Ranks, scale: float | None
-) -> None:
+):
     """But while fp16 searches its scale."""
     monitor = ranks.skipped()
     # Nine are allowed, and ten with a loss scale that can still fall.
@@ -331,7 +324,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run(
 @every(interval="1, 7, 100, 400")
 def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
     ranks: Ranks, interval: int
-) -> None:
+):
     few = ranks.skipped()
     many = ranks.skipped()
     for step in range(interval, 801, interval):
@@ -342,7 +335,7 @@ def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
     assert step == max(interval, {1: 22, 7: 28}.get(interval, 0))
 
 
-def test_means_by_name_are_over_ranks_and_finite_values(clock: Seconds) -> None:
+def test_means_by_name_are_over_ranks_and_finite_values(clock: Seconds):
     means = IntervalMeans()
     for value in (1.0, math.nan, 3.0):
         means.add({"a": torch.tensor(value), "b": torch.tensor(math.inf)})

@@ -51,7 +51,7 @@ def find(*arguments: object, rc: int = 0) -> str:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def made(tmp_path_factory) -> tuple[Path, Path]:
     """(source, shards): different pictures in `train`, and copies of those in `val` beside them."""
     base = tmp_path_factory.mktemp("duplicates")
     source = base / "images"
@@ -74,7 +74,7 @@ def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def test_every_promised_copy_is_found(made: tuple[Path, Path], tmp_path: Path) -> None:
+def test_every_promised_copy_is_found(made: tuple[Path, Path], tmp_path):
     _, shards = made
     text = find(shards, "--similar", "--output", tmp_path / "found")
     rows = rows_of(tmp_path / "found")
@@ -100,7 +100,7 @@ def test_every_promised_copy_is_found(made: tuple[Path, Path], tmp_path: Path) -
     assert "cannot be decoded" not in text
 
 
-def test_without_similar_only_equal_bytes_are_copies(made: tuple[Path, Path]) -> None:
+def test_without_similar_only_equal_bytes_are_copies(made: tuple[Path, Path]):
     _, shards = made
     find(shards)
     rows = rows_of(shards.with_name("shards-duplicates"))
@@ -112,8 +112,8 @@ def test_without_similar_only_equal_bytes_are_copies(made: tuple[Path, Path]) ->
 
 @every(as_shards="false, true")
 def test_images_of_an_evaluation_set_are_found(
-    as_shards: bool, made: tuple[Path, Path], tmp_path: Path
-) -> None:
+    as_shards: bool, made: tuple[Path, Path], tmp_path
+):
     source, shards = made
     seen = tmp_path / "evaluation/x"
     write(seen / "seen.jpg", encoded(ImageOps.mirror(picture(3)), "JPEG", quality=85))
@@ -148,7 +148,7 @@ def test_images_of_an_evaluation_set_are_found(
     assert "no such folder" in find(shards, "--against", tmp_path / "missing", rc=2)
 
 
-def test_converted_originals_and_other_classes_are_found(tmp_path: Path) -> None:
+def test_converted_originals_and_other_classes_are_found(tmp_path):
     original = encoded(picture(1).convert("CMYK"), "JPEG", quality=90)
     for name in ("cat/a.jpg", "dog/b.jpg", "dog/c.jpg"):
         write(tmp_path / "images" / name, original)
@@ -172,9 +172,7 @@ def test_converted_originals_and_other_classes_are_found(tmp_path: Path) -> None
     assert "3 of an image of --against" in text and "another class" not in text
 
 
-def test_a_full_disk_is_an_error_of_storage(
-    made: tuple[Path, Path], small_disk: Path
-) -> None:
+def test_a_full_disk_is_an_error_of_storage(made: tuple[Path, Path], small_disk: Path):
     (small_disk / "filler").write_bytes(bytes(1 << 20))
     assert "No space left" in find(made[1], "--output", small_disk / "found", rc=74)
     words = (made[1], "--sheet", small_disk / "sheet.png")
@@ -182,8 +180,8 @@ def test_a_full_disk_is_an_error_of_storage(
 
 
 def test_shards_are_made_and_trained_on_without_copies(
-    made: tuple[Path, Path], tmp_path: Path
-) -> None:
+    made: tuple[Path, Path], tmp_path
+):
     source, shards = made
     find(shards, "--similar", "--output", tmp_path / "found")
     table, keys = tmp_path / "found/duplicates.parquet", tmp_path / "found/keep.txt"
@@ -213,9 +211,7 @@ def test_shards_are_made_and_trained_on_without_copies(
     }
 
 
-def test_a_list_of_other_images_is_refused(
-    made: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_list_of_other_images_is_refused(made: tuple[Path, Path], tmp_path):
     source, shards = made
     find(shards, "--output", tmp_path / "found")
     write(tmp_path / "others/cat/a.png", encoded(picture(7), "PNG"))

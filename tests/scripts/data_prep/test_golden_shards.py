@@ -138,7 +138,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 @every(kind=[*KINDS, "held out"])
-def test_shards_keep_their_bytes(kind: str, golden: Golden, tmp_path: Path) -> None:
+def test_shards_keep_their_bytes(kind: str, golden: Golden, tmp_path):
     source, shards = tmp_path / "in", tmp_path / "out"
     if kind == "held out":
         image_folder(source)
@@ -153,7 +153,7 @@ def test_shards_keep_their_bytes(kind: str, golden: Golden, tmp_path: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def shards(golden: Golden, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards(golden: Golden, tmp_path_factory) -> Path:
     """A shard folder that was made when the golden files were last renewed."""
 
     def make(folder: Path) -> None:
@@ -165,11 +165,9 @@ def shards(golden: Golden, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(stored, tmp_path_factory.mktemp("golden") / "shards"))
 
 
-def test_a_stored_folder_is_valid(shards: Path) -> None:
+def test_a_stored_folder_is_valid(shards: Path):
     assert "valid" in run_script("verify_shards", shards)
 
 
-def test_a_stored_folder_has_the_contents_of_a_new_one(
-    shards: Path, golden: Golden
-) -> None:
+def test_a_stored_folder_has_the_contents_of_a_new_one(shards: Path, golden: Golden):
     golden.json("shards/image_folder.json", contents(shards))

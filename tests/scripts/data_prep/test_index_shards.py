@@ -8,10 +8,8 @@ import os
 import shutil
 import tarfile
 from collections import Counter
-from pathlib import Path
 
 import pyarrow.parquet as pq
-import pytest
 from PIL import Image
 
 from data_prep.index_shards import STEPS
@@ -44,7 +42,7 @@ from vitscale.data.settings import RemoteSettings
 from vitscale.runs.data_prep import DataPrepRun
 
 
-def test_img2dataset_layout(tmp_path: Path) -> None:
+def test_img2dataset_layout(tmp_path):
     stored = img2dataset_layout(tmp_path / "tars", tars=3, samples=10)
     before = contents(tmp_path / "tars")
     printed = index(tmp_path / "tars", tmp_path / "index", "source.label=json:synset")
@@ -65,7 +63,7 @@ def test_img2dataset_layout(tmp_path: Path) -> None:
     assert other.returncode == 2 and "exists already" in other.stderr
 
 
-def test_imagenet_22k_layout_with_both_label_spaces(tmp_path: Path) -> None:
+def test_imagenet_22k_layout_with_both_label_spaces(tmp_path):
     tars = tmp_path / "tars"
     rows = list(
         imagenet_22k_layout(tars, splits={"train": 3, "validation": 1}, samples=6)
@@ -106,7 +104,7 @@ def test_imagenet_22k_layout_with_both_label_spaces(tmp_path: Path) -> None:
     verify(tmp_path / "12k")
 
 
-def test_hugging_face_layout_with_named_labels(tmp_path: Path) -> None:
+def test_hugging_face_layout_with_named_labels(tmp_path):
     stored = hugging_face_layout(tmp_path / "repo", tars=2, samples=6)
     index(tmp_path / "repo/data", tmp_path / "index", "source.splits={train: train}")
     assert samples(tmp_path / "index", "train") == stored
@@ -116,7 +114,7 @@ def test_hugging_face_layout_with_named_labels(tmp_path: Path) -> None:
     assert names == ["train/0000.tar", "train/0001.tar"]
 
 
-def test_indexing_our_shards_reproduces_their_index(tmp_path: Path) -> None:
+def test_indexing_our_shards_reproduces_their_index(tmp_path):
     made = make_shard_folder(
         tmp_path / "shards", lengths={"train": (13, 12)}, rejected=()
     )
@@ -132,7 +130,7 @@ def test_indexing_our_shards_reproduces_their_index(tmp_path: Path) -> None:
     assert old.to_pylist() == new.to_pylist()
 
 
-def test_tars_of_images_alone_give_an_index_without_labels(tmp_path: Path) -> None:
+def test_tars_of_images_alone_give_an_index_without_labels(tmp_path):
     rows = [{"__key__": f"k{i}", "jpg": photo(i)} for i in range(3)]
     write_tar(
         tmp_path / "tars/a.tar", [*rows, {"__key__": "k3", "jpg": photo(3), "cls": 7}]
@@ -150,7 +148,7 @@ def test_tars_of_images_alone_give_an_index_without_labels(tmp_path: Path) -> No
     verify(tmp_path / "index")
 
 
-def test_unusable_inputs_are_in_the_ledger(tmp_path: Path) -> None:
+def test_unusable_inputs_are_in_the_ledger(tmp_path):
     good = [{"__key__": f"good{i}", "jpg": photo(i), "cls": 0} for i in range(38)]
     # What decoders can turn into RGB is never converted.
     cmyk = encoded(Image.new("CMYK", (30, 20)), "JPEG", exif=rotated(6))
@@ -191,7 +189,7 @@ def test_unusable_inputs_are_in_the_ledger(tmp_path: Path) -> None:
     assert finished.returncode == 2 and "b.tar: content differs" in finished.stdout
 
 
-def test_the_path_of_the_tars_is_relative_if_movable(tmp_path: Path) -> None:
+def test_the_path_of_the_tars_is_relative_if_movable(tmp_path):
     hugging_face_layout(tmp_path / "here/tars", tars=1, samples=6)
     tars = tmp_path / "here/tars/data/train"
     index(tars, tmp_path / "here/index")
@@ -218,8 +216,8 @@ def test_the_path_of_the_tars_is_relative_if_movable(tmp_path: Path) -> None:
     - ; 0 images match
 """)
 def test_settings_that_rewrite_tars_are_refused(
-    tmp_path: Path, overrides: str, messages: list[str]
-) -> None:
+    tmp_path, overrides: str, messages: list[str]
+):
     hugging_face_layout(tmp_path / "repo", tars=1, samples=6)
     finished = run_index(
         tmp_path / "repo/data/train", tmp_path / "index", *overrides.split()
@@ -231,9 +229,7 @@ def test_settings_that_rewrite_tars_are_refused(
     assert not (tmp_path / "index").exists()
 
 
-def test_tars_sorted_by_class_are_refused_for_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tars_sorted_by_class_are_refused_for_training(tmp_path, monkeypatch):
     monkeypatch.setattr("vitscale.data.order.BLOCK_SHARDS", 1)
     for label in range(20):
         rows = [{"__key__": f"{i}", "jpg": photo(0), "cls": label} for i in range(20)]
@@ -244,7 +240,7 @@ def test_tars_sorted_by_class_are_refused_for_training(
     index(tmp_path / "tars", tmp_path / "index", 'source.splits={val: "*.tar"}')
 
 
-def test_a_tar_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
+def test_a_tar_that_changes_meanwhile_is_refused(tmp_path):
     hugging_face_layout(tmp_path / "repo", tars=3, samples=6)
     tars = tmp_path / "repo/data/train"
     arguments = index_command(tars, tmp_path / "index")
@@ -260,9 +256,7 @@ def test_a_tar_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     index(tars, tmp_path / "index")
 
 
-def test_tars_at_a_url_are_indexed_in_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tars_at_a_url_are_indexed_in_place(tmp_path, monkeypatch):
     """An outage loses no tar; nothing is copied; the index equals the local one."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     hugging_face_layout(tmp_path / "repo", tars=4, samples=6)

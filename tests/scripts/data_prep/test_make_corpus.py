@@ -29,7 +29,7 @@ def split_sizes(corpus: str, images: Path, shards: Path, *more: str) -> list[int
     return [splits[split]["num_samples"] for split in SPLITS]
 
 
-def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path: Path) -> None:
+def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path):
     for name in ("a", "b"):
         run_script("make_corpus", "digits", tmp_path / name)
     files = files_of(tmp_path / "a")
@@ -45,14 +45,14 @@ def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path: Path) -
     assert split_sizes("digits", tmp_path / "a", tmp_path / "shards") == [1437, 360]
 
 
-def test_a_full_disk_is_an_error_of_storage(small_disk: Path) -> None:
+def test_a_full_disk_is_an_error_of_storage(small_disk: Path):
     assert "No space left" in run_script(
         "make_corpus", "digits", small_disk / "images", rc=74
     )
     assert list(small_disk.iterdir()) == []
 
 
-def test_characters_become_shards_and_stay_the_same(tmp_path: Path) -> None:
+def test_characters_become_shards_and_stay_the_same(tmp_path):
     images = tmp_path / "images"
     options = ("--num-train", "3", "--num-test", "1")
     text = run_script("make_corpus", "characters", images, *options)

@@ -30,7 +30,7 @@ from vitscale.data.index import read_manifest
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+def made(tmp_path_factory) -> tuple[Path, Path, str]:
     """(source, shard folder, what was printed), shared by tests that only read."""
     base = tmp_path_factory.mktemp("made")
     source = corpus(base / "images")
@@ -39,8 +39,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
 
 
 def test_order_of_creation_does_not_change_the_shards(
-    made: tuple[Path, Path, str], tmp_path: Path
-) -> None:
+    made: tuple[Path, Path, str], tmp_path
+):
     _, shards, _ = made
     other = corpus(tmp_path / "elsewhere", order_seed=5)
     command_line = command(other, tmp_path / "again", "shards.min_shards=2")
@@ -61,9 +61,7 @@ def test_order_of_creation_does_not_change_the_shards(
     assert manifests[0] == manifests[1]
 
 
-def test_concurrent_commands_share_the_work(
-    made: tuple[Path, Path, str], tmp_path: Path
-) -> None:
+def test_concurrent_commands_share_the_work(made: tuple[Path, Path, str], tmp_path):
     source, shards, _ = made
     running = [
         subprocess.Popen(
@@ -84,8 +82,8 @@ def test_concurrent_commands_share_the_work(
 
 
 def test_an_existing_output_is_recognised_or_refused(
-    made: tuple[Path, Path, str], tmp_path: Path
-) -> None:
+    made: tuple[Path, Path, str], tmp_path
+):
     source, shards, text = made
     assert (
         "24 inputs = 24 kept + 0 rejected" in text and "next: vitscale pretrain" in text
@@ -158,7 +156,7 @@ def plant_faults(root: Path) -> dict[str, str | None]:
     }
 
 
-def test_every_planted_fault_is_in_the_ledger_with_its_reason(tmp_path: Path) -> None:
+def test_every_planted_fault_is_in_the_ledger_with_its_reason(tmp_path):
     source = corpus(tmp_path / "images")
     good = {str(path.relative_to(source)): None for path in source.rglob("*.*")}
     expected = good | plant_faults(source)
@@ -197,7 +195,7 @@ def make(source: Path, output: Path, *options: str, rc: int = 0) -> str:
     return make_shards(source, output, "source.holdout_fraction=0.0", *options, rc=rc)
 
 
-def test_small_classes_leave_and_every_class_holds_out_the_same(tmp_path: Path) -> None:
+def test_small_classes_leave_and_every_class_holds_out_the_same(tmp_path):
     root = tmp_path / "images"
     for name, num in (("cat", 12), ("dog", 3), ("rare", 2)):
         for i in range(num):
@@ -228,7 +226,7 @@ def test_small_classes_leave_and_every_class_holds_out_the_same(tmp_path: Path) 
     assert contents(tmp_path / "again") == contents(tmp_path / "shards")
 
 
-def test_a_small_corpus_needs_one_start_of_python(tmp_path: Path) -> None:
+def test_a_small_corpus_needs_one_start_of_python(tmp_path):
     """Workers are forks of the command, which imports neither torch nor pandas."""
     source = corpus(tmp_path / "images", num=12)
     done = subprocess.run(

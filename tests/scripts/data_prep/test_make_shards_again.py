@@ -50,7 +50,7 @@ def kill(process: subprocess.Popen[str], folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
     source = corpus(tmp_path / "images", num=100, side=96)
     many_shards = "shards.min_shards=10"
     make_shards(source, tmp_path / "whole", many_shards)
@@ -78,7 +78,7 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_stop_signal_ends_it_with_the_code_for_going_on(tmp_path: Path) -> None:
+def test_a_stop_signal_ends_it_with_the_code_for_going_on(tmp_path):
     source = corpus(tmp_path / "images", num=100, side=96)
     process = started(source, tmp_path / "shards")
     process.send_signal(signal.SIGTERM)
@@ -87,7 +87,7 @@ def test_a_stop_signal_ends_it_with_the_code_for_going_on(tmp_path: Path) -> Non
     make_shards(source, tmp_path / "shards")
 
 
-def test_work_begun_with_other_settings_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_work_begun_with_other_settings_is_not_gone_on_with(tmp_path):
     source = corpus(tmp_path / "images")
     folder = tmp_path / ".shards.preparing"
     folder.mkdir()
@@ -98,9 +98,7 @@ def test_work_begun_with_other_settings_is_not_gone_on_with(tmp_path: Path) -> N
 
 
 @every(change=by_level(["content", "removed"], fast=["content"], slow=["removed"]))
-def test_a_source_that_changes_meanwhile_is_refused(
-    change: str, tmp_path: Path
-) -> None:
+def test_a_source_that_changes_meanwhile_is_refused(change: str, tmp_path):
     source = corpus(tmp_path / "images", num=100, side=96)
     process = started(source, tmp_path / "shards", start_new_session=True)
     kill(process, tmp_path / ".shards.preparing")
@@ -116,7 +114,7 @@ def test_a_source_that_changes_meanwhile_is_refused(
     assert {path.name for path in tmp_path.iterdir()} == {"images", "shards"}
 
 
-def test_late_array_tasks_get_the_result_of_their_job(tmp_path: Path) -> None:
+def test_late_array_tasks_get_the_result_of_their_job(tmp_path):
     source = corpus(tmp_path / "images")
     victim = source / "cat" / "003.jpg"
     photo = victim.read_bytes()
@@ -145,16 +143,14 @@ def test_late_array_tasks_get_the_result_of_their_job(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
 
 
-def test_full_disk_is_one_error_without_partial_files(
-    small_disk: Path, tmp_path: Path
-) -> None:
+def test_full_disk_is_one_error_without_partial_files(small_disk: Path, tmp_path):
     source = corpus(tmp_path / "images", num=60, side=96)
     text = make_shards(source, small_disk / "shards", rc=74)
     assert "MiB are free" in text and "next: free space" in text
     assert [path.name for path in small_disk.iterdir()] == [".shards.preparing"]
 
 
-def test_a_write_error_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_write_error_is_one_message_and_loses_nothing(tmp_path):
     source = corpus(tmp_path / "images", num=60, side=96)
     limited = (
         "import os, resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
@@ -173,7 +169,7 @@ def test_a_write_error_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
 
 
-def test_an_output_that_is_a_link_is_made_where_it_leads(tmp_path: Path) -> None:
+def test_an_output_that_is_a_link_is_made_where_it_leads(tmp_path):
     source = corpus(tmp_path / "images")
     (tmp_path / "disk" / "big").mkdir(parents=True)
     (tmp_path / "shards").symlink_to("disk/big")

@@ -19,7 +19,7 @@ from vitscale.data.training_set import open_training_set
 from vitscale.images.crops import RegionDecoder, missing
 
 
-def test_a_sheet_has_a_row_of_images_for_each_class(tmp_path: Path) -> None:
+def test_a_sheet_has_a_row_of_images_for_each_class(tmp_path):
     make_shard_folder(tmp_path / "shards", classes=("cat", "dog", "eel"))
     run_script(
         "verify_shards", tmp_path / "shards", "--sheet", tmp_path / "new/sheet.png"
@@ -40,7 +40,7 @@ SIZE = 24
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def folders(tmp_path_factory) -> tuple[Path, Path]:
     """The same shards, plain and with entry points."""
     if why := missing("region"):
         skip_or_fail(f"the region decoder does not work here: {why}")
@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return base / "plain", base / "with"
 
 
-def test_they_change_no_other_file(folders: tuple[Path, Path]) -> None:
+def test_they_change_no_other_file(folders: tuple[Path, Path]):
     plain, written = folders
     assert not (plain / "entry_points").exists()
     for path in plain.glob("*.*"):
@@ -62,8 +62,8 @@ def test_they_change_no_other_file(folders: tuple[Path, Path]) -> None:
 
 
 def test_the_loader_uses_them_and_gives_the_same_pixels(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folders: tuple[Path, Path], monkeypatch
+):
     given: list[int] = []
     crop = RegionDecoder.crop
 

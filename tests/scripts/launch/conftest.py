@@ -102,7 +102,7 @@ class FakeSlurm:
 
 
 @pytest.fixture(scope="session")
-def submitted(tmp_path_factory: pytest.TempPathFactory) -> FakeSlurm:
+def submitted(tmp_path_factory) -> FakeSlurm:
     """A job that was submitted and never ran; not to be changed."""
     slurm = FakeSlurm(folder=tmp_path_factory.mktemp("slurm"))
     (slurm.folder / "slurm").mkdir()
@@ -114,7 +114,7 @@ def submitted(tmp_path_factory: pytest.TempPathFactory) -> FakeSlurm:
 
 
 @pytest.fixture
-def slurm(submitted: FakeSlurm, tmp_path: Path) -> FakeSlurm:
+def slurm(submitted: FakeSlurm, tmp_path) -> FakeSlurm:
     folder = tmp_path / "job"
     shutil.copytree(submitted.folder, folder, symlinks=True)
     slurm = FakeSlurm(folder=folder)

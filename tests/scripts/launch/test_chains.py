@@ -47,7 +47,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_a_stopped_chain_resumes_and_reports_failures(tmp_path: Path) -> None:
+def test_a_stopped_chain_resumes_and_reports_failures(tmp_path):
     make_shard_folder(tmp_path / "shards")
     for stage in ("pretrain", "finetune"):
         (tmp_path / f"{stage}.yaml").write_text(json.dumps(RUN | {"stage": stage}))

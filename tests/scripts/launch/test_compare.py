@@ -46,7 +46,7 @@ def make_run(root: Path, name: str, *, lr: float, gain: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("compare")
     make_run(root, "small-lr", lr=0.001, gain=0.5)
     make_run(root, "large-lr", lr=0.01, gain=0.75)
@@ -56,7 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_text_and_report_show_differences(root: Path) -> None:
+def test_text_and_report_show_differences(root: Path):
     done = run_compare(root, "runs/small-lr", "large-lr")
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -77,9 +77,7 @@ def test_text_and_report_show_differences(root: Path) -> None:
     assert "<h3>attention of a 7</h3>" in text and "data:image/png;base64" in text
 
 
-def test_runs_are_found_in_mlflow_by_name_and_id(
-    tmp_path: Path, mlflow_database: Path
-) -> None:
+def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path, mlflow_database: Path):
     uri = f"sqlite:///{mlflow_database}"
     wrong = run_compare(tmp_path, "--filter", "params.seed = 7", "--uri", uri)
     assert wrong.returncode == 2 and wrong.stderr.startswith(
@@ -125,16 +123,14 @@ def test_runs_are_found_in_mlflow_by_name_and_id(
 )
 def test_bad_input_is_reported_with_exit_code_2(
     root: Path, arguments: tuple[str, ...], message: str
-) -> None:
+):
     done = run_compare(root, *arguments)
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
-def test_a_browser_draws_the_charts_and_shows_hostile_names_as_text(
-    tmp_path: Path,
-) -> None:
+def test_a_browser_draws_the_charts_and_shows_hostile_names_as_text(tmp_path):
     chromium = shutil.which("chromium") or skip_or_fail("no chromium on this machine")
     evil = "<img src=x onerror=document.title='evil'>"
     evil += "</script><script>document.title='evil'</script>"

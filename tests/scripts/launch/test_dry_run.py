@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import sys
 
-import pytest
-
 from launch.planning.dry_run import slurm_check
 from tests.scripts.launch.conftest import FakeSlurm
 from tests.support.golden import Golden
@@ -68,7 +66,7 @@ def normal(text: str, slurm: FakeSlurm) -> str:
 @every(name=DRY_RUNS)
 def test_a_dry_run_shows_the_batch_script(
     name: str, submitted: FakeSlurm, golden: Golden
-) -> None:
+):
     (submitted.folder / "data.yaml").write_text(DATA)
     before = sorted(submitted.folder.rglob("*"))
     output = submitted.call("launch/slurm.py", "--dry-run", "--config", *DRY_RUNS[name])
@@ -77,9 +75,7 @@ def test_a_dry_run_shows_the_batch_script(
     golden.text(f"sbatch/{name}.sh", normal(script, submitted))
 
 
-def test_a_later_job_waits_for_the_earlier_one(
-    slurm: FakeSlurm, golden: Golden
-) -> None:
+def test_a_later_job_waits_for_the_earlier_one(slurm: FakeSlurm, golden: Golden):
     (link,) = (slurm.run_folder / "slurm").glob("*.sh")
     slurm.write(
         "queue", f"12|12|RUNNING|None|1764000000|n[1-2]|1763990000|/x/{link.name}\n"
@@ -99,7 +95,7 @@ def test_a_later_job_waits_for_the_earlier_one(
     assert "submitted job 12" in slurm.call(*command)
 
 
-def test_a_job_of_a_chain_runs_only_after_a_success(slurm: FakeSlurm) -> None:
+def test_a_job_of_a_chain_runs_only_after_a_success(slurm: FakeSlurm):
     """After a failure of what it needs, SLURM cancels it (man sbatch, --kill-on-invalid-dep)."""
     stages = "{name: a, config: run.yaml}, {name: b, config: run.yaml, after: [a]}"
     chain = f"stage: chain\nname: two\nstages: [{stages}]\n"
@@ -111,7 +107,7 @@ def test_a_job_of_a_chain_runs_only_after_a_success(slurm: FakeSlurm) -> None:
     assert "--kill-on-invalid-dep=yes\n" in script
 
 
-def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm) -> None:
+def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm):
     before = sorted(submitted.folder.rglob("*"))
     sweep = ("optim.lr=[1e-3, 2e-3]", "name=grid", "launch.gpus_per_node=1")
     sweep += ("launch.gpu_request=none",)  # they come with the partition
@@ -128,7 +124,7 @@ def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm) -> Non
     )
 
 
-def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm) -> None:
+def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm):
     output = submitted.call(
         "launch/slurm.py",
         "--dry-run",
@@ -157,7 +153,7 @@ def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm) -> None:
     assert "32 ranks x 2 images" in output and "(on 2 nodes, ZeRO " in output
 
 
-def test_a_data_preparation_is_an_array(submitted: FakeSlurm) -> None:
+def test_a_data_preparation_is_an_array(submitted: FakeSlurm):
     (submitted.folder / "data.yaml").write_text(DATA)
     output = submitted.call("launch/slurm.py", "--dry-run", "--config", "data.yaml")
     assert "64 task(s) x 8 core(s) = 512 core(s), as a SLURM array" in output
@@ -167,7 +163,7 @@ def test_a_data_preparation_is_an_array(submitted: FakeSlurm) -> None:
     assert "are for one job" in submitted.call(*follow, code=2)
 
 
-def test_what_slurm_refuses_is_said_and_leaves_no_files(slurm: FakeSlurm) -> None:
+def test_what_slurm_refuses_is_said_and_leaves_no_files(slurm: FakeSlurm):
     command = ("launch/slurm.py", "--config", "run.yaml", "launch.snapshot=true")
     assert "SLURM          ok " in slurm.call(*command, "--dry-run")
     slurm.write("refusal", "sbatch: error: no such nodes")
@@ -180,9 +176,7 @@ def test_what_slurm_refuses_is_said_and_leaves_no_files(slurm: FakeSlurm) -> Non
     assert sorted(slurm.folder.rglob("*")) == before
 
 
-def test_more_time_than_a_partition_allows_is_said(
-    submitted: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_time_than_a_partition_allows_is_said(submitted: FakeSlurm, monkeypatch):
     for name, value in submitted.environment.items():
         monkeypatch.setenv(name, value)
     submitted.write("partitions", PARTITIONS)
@@ -196,7 +190,7 @@ def test_more_time_than_a_partition_allows_is_said(
     assert slurm_check(script)[0].result == "ok"
 
 
-def test_refusals_are_short_and_complete(slurm: FakeSlurm) -> None:
+def test_refusals_are_short_and_complete(slurm: FakeSlurm):
     (slurm.folder / "sbatch").symlink_to("/bin/true")  # without srun
     command = ("launch/slurm.py", "--config", "run.yaml", "name=other")
     without = slurm.call(*command, slurm=False, code=2)

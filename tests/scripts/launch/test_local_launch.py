@@ -83,7 +83,7 @@ WAITING = """
 """
 
 
-def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path: Path) -> None:
+def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path):
     command = [
         sys.executable,
         ROOT / "launch/local.py",
@@ -100,9 +100,7 @@ def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path: Path) -> N
 @every(
     death="raise RuntimeError('out of ideas'), 'os.kill(os.getpid(), signal.SIGKILL)'"
 )
-def test_one_failing_rank_ends_the_others_and_is_named(
-    tmp_path: Path, death: str
-) -> None:
+def test_one_failing_rank_ends_the_others_and_is_named(tmp_path, death: str):
     process = start(
         tmp_path,
         f"""
@@ -129,9 +127,7 @@ def test_one_failing_rank_ends_the_others_and_is_named(
 
 
 @every(number=[signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_with_a_checkpoint(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_stops_with_a_checkpoint(tmp_path, number: signal.Signals):
     early = start(
         tmp_path,
         WAITING,
@@ -152,9 +148,7 @@ def test_a_signal_stops_with_a_checkpoint(
     ] * 2
 
 
-def test_ranks_do_not_obey_what_the_shell_says_of_another_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_do_not_obey_what_the_shell_says_of_another_job(tmp_path, monkeypatch):
     words = """
     MASTER_ADDR=192.0.2.1 WORLD_SIZE=64 GLOO_SOCKET_IFNAME=ib7 NCCL_SOCKET_IFNAME=ib7
     LOCAL_SIZE=8 LOCAL_RANK=7 SLURM_PROCID=3 VITSCALE_SITE=site.yaml
@@ -184,7 +178,7 @@ STUBBORN = """
 """
 
 
-def test_ctrl_c_and_a_second_one_leave_no_process(tmp_path: Path) -> None:
+def test_ctrl_c_and_a_second_one_leave_no_process(tmp_path):
     process = start(tmp_path, STUBBORN)
     tasks = pids(process, tmp_path)
     process.send_signal(signal.SIGINT)
@@ -196,7 +190,7 @@ def test_ctrl_c_and_a_second_one_leave_no_process(tmp_path: Path) -> None:
     await_end(tasks)
 
 
-def test_a_closed_output_pipe_leaves_no_process(tmp_path: Path) -> None:
+def test_a_closed_output_pipe_leaves_no_process(tmp_path):
     process = start(
         tmp_path,
         """
@@ -227,8 +221,8 @@ def test_a_closed_output_pipe_leaves_no_process(tmp_path: Path) -> None:
     ],
 )
 def test_sigterm_before_tasks_handle_it_is_not_a_failure(
-    tmp_path: Path, rank_0: str, code: int
-) -> None:
+    tmp_path, rank_0: str, code: int
+):
     process = start(
         tmp_path,
         f"""
@@ -247,7 +241,7 @@ def test_sigterm_before_tasks_handle_it_is_not_a_failure(
     await_end(tasks)
 
 
-def test_a_missing_interpreter_is_one_error(tmp_path: Path) -> None:
+def test_a_missing_interpreter_is_one_error(tmp_path):
     job = StageJob(
         script="stage.py", config=str(tmp_path / "c"), run_folder=str(tmp_path)
     )
@@ -257,9 +251,7 @@ def test_a_missing_interpreter_is_one_error(tmp_path: Path) -> None:
     assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.FAILED]
 
 
-def test_a_log_is_shown_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_is_shown_whole(tmp_path, capsys):
     tail = LogTail(tmp_path / "log")
     for seen in ("é".encode()[:1], "é".encode(), "éa".encode()):
         tail.path.write_bytes(seen)
@@ -267,9 +259,7 @@ def test_a_log_is_shown_whole(
     assert capsys.readouterr().out == "éa"
 
 
-def test_a_signal_before_the_script_handles_it_ends_a_task_of_a_job(
-    tmp_path: Path,
-) -> None:
+def test_a_signal_before_the_script_handles_it_ends_a_task_of_a_job(tmp_path):
     program = """
 import os, signal
 from types import SimpleNamespace

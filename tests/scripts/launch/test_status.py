@@ -72,7 +72,7 @@ KEYS = (
 
 
 @every(case=STATES.splitlines())
-def test_status_shows(case: str, slurm: FakeSlurm, golden: Golden) -> None:
+def test_status_shows(case: str, slurm: FakeSlurm, golden: Golden):
     name, ranks, *job = case.split("|")
     answers = any(job)
     if answers:
@@ -131,7 +131,7 @@ FAIL 76|76|no|the training diverged
 
 
 @every(case=ENDINGS.splitlines())
-def test_the_end_of_the_ranks_decides(case: str, slurm: FakeSlurm) -> None:
+def test_the_end_of_the_ranks_decides(case: str, slurm: FakeSlurm):
     ranks, code, requeued, text = case.split("|")
     ranks = re.sub(r"FAIL (\d+)", lambda found: FAILED.format(code=found[1]), ranks)
     ranks = ranks.replace("KILLED", KILLED)
@@ -144,7 +144,7 @@ def test_the_end_of_the_ranks_decides(case: str, slurm: FakeSlurm) -> None:
     assert text in slurm.log
 
 
-def test_ranks_are_started_on_all_nodes(slurm: FakeSlurm) -> None:
+def test_ranks_are_started_on_all_nodes(slurm: FakeSlurm):
     slurm.run_job('echo "port $MASTER_PORT, attempt $VITSCALE_ATTEMPT"; exit 0')
     (srun,) = [line for line in slurm.calls if line.startswith("srun")]
     assert (
@@ -153,21 +153,19 @@ def test_ranks_are_started_on_all_nodes(slurm: FakeSlurm) -> None:
     assert "attempt 12/0" in slurm.log and "port ," not in slurm.log
 
 
-def test_ranks_are_started_on_as_many_nodes_as_the_batch_divides_over(
-    slurm: FakeSlurm,
-) -> None:
+def test_ranks_are_started_on_as_many_nodes_as_the_batch_divides_over(slurm: FakeSlurm):
     free = ("launch.nodes=1-3", "launch.tasks_per_node=2", "data.global_batch=6")
     slurm.call("launch/slurm.py", "--config", "run.yaml", *free)
     slurm.run_job('echo "$SLURM_NTASKS tasks on $SLURM_NNODES"; exit 0')
     assert "using 1 of 2 nodes, over which" in slurm.log and "2 tasks on 1" in slurm.log
 
 
-def test_a_job_that_slurm_ends_is_left_alone(slurm: FakeSlurm) -> None:
+def test_a_job_that_slurm_ends_is_left_alone(slurm: FakeSlurm):
     assert slurm.run_job(FAILED.format(code=75), state="COMPLETING") == 75
     assert not slurm.is_requeued
 
 
-def test_a_job_is_requeued_where_python_does_not_start(slurm: FakeSlurm) -> None:
+def test_a_job_is_requeued_where_python_does_not_start(slurm: FakeSlurm):
     script = (slurm.folder / "slurm/script").read_text()
     slurm.write(
         "script", script.replace("# setup\n", "# setup\nexport PYTHONHOME=/nowhere\n")

@@ -72,9 +72,7 @@ class Scripts:
 
 
 @pytest.fixture(scope="session")
-def scripts(
-    warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory
-) -> Scripts:
+def scripts(warm_starter: WarmStarter, tmp_path_factory) -> Scripts:
     folder = tmp_path_factory.mktemp("scripts")
     make_shard_folder(folder / "shards", lengths={"train": (20, 16), "test": (7, 5)})
     images = folder / "images"

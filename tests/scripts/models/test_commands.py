@@ -83,7 +83,7 @@ def results(folder: Path) -> dict[str, float]:
 
 def test_finetuning_starts_from_weight_files(
     golden: Golden, scripts: Scripts, from_npz: Run
-) -> None:
+):
     """Positions are resampled; the first keeps its head, the second gets a head of zeros."""
     words = (f"init={SAFETENSORS}", "position_embedding=timm")
     like_deit3 = (
@@ -99,7 +99,7 @@ def test_finetuning_starts_from_weight_files(
 
 def test_evaluations_of_files_and_of_a_run(
     golden: Golden, scripts: Scripts, from_npz: Run
-) -> None:
+):
     found = {}
     data = (f"data.path={scripts.shards}", "data.num_workers=0", "tracking.uri=null")
     printed = scripts.run("evaluate_model", f"init={NPZ}", *data, code=2)
@@ -140,7 +140,7 @@ def test_evaluations_of_files_and_of_a_run(
     assert "is the run folder of a training" in printed and "Traceback" not in printed
 
 
-def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts) -> None:
+def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts):
     found = {}
     for name, words, inputs in (
         ("npz.csv", (f"init={NPZ}", SMOOTHED), scripts.shards),
@@ -159,8 +159,8 @@ def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts) -> Non
 
 
 def test_unreadable_images_do_not_end_the_command(
-    scripts: Scripts, from_npz: Run, tmp_path: Path
-) -> None:
+    scripts: Scripts, from_npz: Run, tmp_path
+):
     """Images of folders are read in order; hidden and other files are left out."""
     below = tmp_path / "in/below"
     (below / ".hidden").mkdir(parents=True)
@@ -200,7 +200,7 @@ def test_unreadable_images_do_not_end_the_command(
 
 
 @pytest.mark.slow
-def test_every_format_is_exported_with_a_card(scripts: Scripts, from_npz: Run) -> None:
+def test_every_format_is_exported_with_a_card(scripts: Scripts, from_npz: Run):
     for to, files in FORMATS.items():
         folder = scripts.folder / f"exported-{to}"
         printed = scripts.run("export", f"init={from_npz[0]}", "--to", to, folder)
@@ -223,9 +223,7 @@ def test_every_format_is_exported_with_a_card(scripts: Scripts, from_npz: Run) -
     assert not (scripts.folder / "new").exists()
 
 
-def test_own_code_predicts_as_the_command(
-    scripts: Scripts, from_npz: Run, tmp_path: Path
-) -> None:
+def test_own_code_predicts_as_the_command(scripts: Scripts, from_npz: Run, tmp_path):
     """Of a run and its export: files, one turned by its EXIF, and shards by a worker of torch."""
     turned, exif = tmp_path / "turned.jpg", Image.Exif()
     exif[274] = 6
@@ -276,7 +274,7 @@ def test_own_code_predicts_as_the_command(
         ShardDataset(damaged, split="test")[1]
 
 
-def test_pictures_are_drawn(scripts: Scripts, from_npz: Run) -> None:
+def test_pictures_are_drawn(scripts: Scripts, from_npz: Run):
     more = ("num_images=4", "compute.device=cpu", "mlflow=false")
     scripts.run("visualize", f"init={from_npz[0]}", *more)
     output = scripts.folder / "pictures"

@@ -56,7 +56,7 @@ def evaluate_run(
 
 
 @pytest.fixture(scope="module")
-def supervised(fault_runs: FaultRuns, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def supervised(fault_runs: FaultRuns, tmp_path_factory) -> Path:
     """With an average of the weights."""
     words = ("engine.zero_stage=3", "model.representation_layer=true")
     folder = tmp_path_factory.mktemp("supervised")
@@ -90,11 +90,11 @@ def check_outside(run: Path, folder: Path, *, prefix: str) -> dict[str, float]:
 def test_features_in_training_equal_those_outside(
     fault_runs: FaultRuns,
     supervised: Path,
-    tmp_path: Path,
+    tmp_path,
     name: str,
     stage: int,
     evaluate: str,
-) -> None:
+):
     words = (*OBJECTIVES[name], "optim.ema=null", f"engine.zero_stage={stage}")
     if name == "distillation":
         words += (f"objective.teacher.weights={supervised}",)
@@ -109,8 +109,8 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_the_average_is_the_same_on_one_rank_and_two(
-    fault_runs: FaultRuns, supervised: Path, tmp_path: Path
-) -> None:
+    fault_runs: FaultRuns, supervised: Path, tmp_path
+):
     """Files agree with the table, and count every image once; the training writes the same."""
     tables = []
     for ranks in (1, 2):

@@ -142,7 +142,7 @@ class Api(Answering):
 
 
 @pytest.fixture
-def hub(scripts: Scripts, tmp_path: Path) -> Iterator[Hub]:
+def hub(scripts: Scripts, tmp_path) -> Iterator[Hub]:
     """An empty one, which this process and the scripts use, with a token."""
     cache = str(tmp_path / "home")
     found = Hub(
@@ -160,8 +160,8 @@ def hub(scripts: Scripts, tmp_path: Path) -> Iterator[Hub]:
 
 
 def test_what_is_pushed_comes_back_in_equal_bits(
-    scripts: Scripts, from_npz: Run, hub: Hub, tmp_path: Path
-) -> None:
+    scripts: Scripts, from_npz: Run, hub: Hub, tmp_path
+):
     """A training fetches it once for two ranks, and when it resumes keeps what it started from."""
     hub.commit(
         "own/Tiny", {"preprocessor_config.json": b"of an earlier push", "mine.txt": b""}
@@ -205,8 +205,8 @@ def test_what_is_pushed_comes_back_in_equal_bits(
 
 
 def test_ranks_fetch_once_and_nothing_that_runs(
-    scripts: Scripts, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    scripts: Scripts, hub: Hub, tmp_path, monkeypatch
+):
     """Later, without a hub, what was fetched is used."""
     scripts.run("export", f"init={NPZ}", "--to", "safetensors", tmp_path / "out")
     files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -222,9 +222,7 @@ def test_ranks_fetch_once_and_nothing_that_runs(
     assert open_model(HF).source.startswith(f"{HF}@{commit}, ")
 
 
-def test_bad_input_is_one_error(
-    hub: Hub, scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_error(hub: Hub, scripts: Scripts, tmp_path, monkeypatch):
     hub.commit("own/Tiny", {"pytorch_model.bin": b"pickle", "config.json": b"{}"})
     for init, what in {
         "hf://tiny": "'tiny' is not OWNER/NAME",

@@ -302,9 +302,9 @@ def slurm() -> Iterator[SlurmCluster]:
 @pytest.fixture
 def submit(
     slurm: SlurmCluster,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    tmp_path,
+    monkeypatch,
+    request,
 ) -> Callable[..., Submission]:
     """Submit a stand-in script as a stage of the run in tmp_path, with LAUNCH of the test's file.
 

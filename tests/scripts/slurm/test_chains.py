@@ -73,7 +73,7 @@ def write_inputs(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(text)
 
 
-def test_a_chain_continues_after_a_failure(slurm, tmp_path: Path) -> None:
+def test_a_chain_continues_after_a_failure(slurm, tmp_path):
     write_inputs(tmp_path)
 
     def chain() -> tuple[dict[str, str], str]:

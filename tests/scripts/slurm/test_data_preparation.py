@@ -37,7 +37,7 @@ def write_corpus(folder: Path) -> None:
                 path.write_bytes(path.read_bytes()[:1000])
 
 
-def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
+def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path):
     write_corpus(tmp_path / "images")
     output = slurm.script(
         "launch/slurm.py", *SETTINGS, "output=shards", f"launch.num_tasks={NUM_TASKS}",

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slurm
 LAUNCH = LaunchSettings(nodes=2, tasks_per_node=1, timeout_min=5, signal_delay_s=30)
 
 
-def test_tasks_on_two_nodes_form_a_process_group(slurm, submit, tmp_path) -> None:
+def test_tasks_on_two_nodes_form_a_process_group(slurm, submit, tmp_path):
     job = submit("""
         import json, os, sys, pathlib
         import torch.distributed as dist
@@ -52,7 +52,7 @@ def test_tasks_on_two_nodes_form_a_process_group(slurm, submit, tmp_path) -> Non
     assert {task["SLURMD_NODENAME"] for task in seen} == {"n1", "n2"}
 
 
-def test_a_failed_rank_ends_the_job_and_the_others(slurm, submit) -> None:
+def test_a_failed_rank_ends_the_job_and_the_others(slurm, submit):
     job = submit("""
         import os, sys, time
         if os.environ["RANK"] == "1":
@@ -68,7 +68,7 @@ def test_a_failed_rank_ends_the_job_and_the_others(slurm, submit) -> None:
 
 def test_only_the_settings_reach_slurm_and_unchanged(
     slurm, submit, tmp_path, monkeypatch
-) -> None:
+):
     # As if submitted inside another job.
     for name, value in {
         "SLURM_JOB_ID": "1",
@@ -99,9 +99,7 @@ def test_only_the_settings_reach_slurm_and_unchanged(
 
 
 @pytest.mark.slow
-def test_a_run_takes_the_nodes_that_are_free(
-    slurm, digits_shards: Path, tmp_path: Path
-) -> None:
+def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards: Path, tmp_path):
     """Two, one and two again: each step has the samples that a single process takes."""
 
     def losses(name: str) -> dict[int, float]:

@@ -67,7 +67,7 @@ WAITING = (
 )
 
 
-def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path) -> None:
+def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path):
     job = submit(CRASHING)
     ended = slurm.wait(job.job_id, states=["FAILED", "COMPLETED"])
     log = job.log(0).read_text()
@@ -92,7 +92,7 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path) -> N
     assert len(re.findall(begin, decided)) == 3
 
 
-def test_a_node_that_the_job_asks_for_is_not_excluded(slurm, submit) -> None:
+def test_a_node_that_the_job_asks_for_is_not_excluded(slurm, submit):
     """n1 is up, but without n2 the job would wait for ever."""
     text = f"{BEGINNING}    attempt > 2 or os.kill(os.getpid(), signal.SIGKILL)"
     job = submit(text, nodes=1, sbatch={"nodelist": "n2"})
@@ -101,7 +101,7 @@ def test_a_node_that_the_job_asks_for_is_not_excluded(slurm, submit) -> None:
     assert "n2 is not excluded: the job could not start" in job.log(0).read_text()
 
 
-def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path) -> None:
+def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path):
     job = submit("import time; time.sleep(1000)", max_requeues=2)
     # From before the first process of the job to its handlers: whatever it is doing.
     while slurm.job(job.job_id)["JobState"] not in FINAL_STATES:
@@ -117,9 +117,7 @@ def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path) -> None:
 
 
 @pytest.mark.exhaustive  # SLURM itself waits for more than a minute
-def test_a_node_that_returns_does_not_end_the_next_attempt(
-    slurm, submit, tmp_path
-) -> None:
+def test_a_node_that_returns_does_not_end_the_next_attempt(slurm, submit, tmp_path):
     job = submit(WAITING)
     wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
     slurm.kill_node("n2")
@@ -152,7 +150,7 @@ def test_a_node_that_returns_does_not_end_the_next_attempt(
 """)
 def test_a_node_that_cannot_start_a_task_is_left(
     slurm, submit, tmp_path, node, nodes, missing
-) -> None:
+):
     """n1 runs the batch script too, whose last lines are Python; n2 a task alone."""
     if subprocess.run(["unshare", "--mount", "true"]).returncode:
         skip_or_fail("cannot hide a folder from a node: only root may mount")
@@ -222,9 +220,7 @@ TRAINING = (
 )
 
 
-def test_an_end_that_srun_never_hears_of_is_found(
-    slurm, submit, tmp_path, monkeypatch
-) -> None:
+def test_an_end_that_srun_never_hears_of_is_found(slurm, submit, tmp_path, monkeypatch):
     monkeypatch.setattr("launch.jobs.submission.LOOK_S", 1)
     job = submit(TRAINING)
     wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
@@ -245,9 +241,7 @@ def test_an_end_that_srun_never_hears_of_is_found(
     assert attempt.ending is Ending.DONE
 
 
-def test_a_run_folder_that_was_moved_does_not_come_back(
-    slurm, submit, tmp_path
-) -> None:
+def test_a_run_folder_that_was_moved_does_not_come_back(slurm, submit, tmp_path):
     job = submit(f"{BEGINNING}    time.sleep(1000)")
     wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
     moved = tmp_path.rename(tmp_path.with_name("moved"))
@@ -285,9 +279,7 @@ launch.python={python} engine.compile={compile}
 @pytest.mark.exhaustive
 @every(node="n1, n2")
 @every(lacking=BROKEN_NODES)
-def test_a_node_that_lacks_something_is_named_and_left(
-    slurm, tmp_path, lacking, node
-) -> None:
+def test_a_node_that_lacks_something_is_named_and_left(slurm, tmp_path, lacking, node):
     lines, reason, num_failed = BROKEN_NODES[lacking]
     words = {
         "folder": tmp_path,

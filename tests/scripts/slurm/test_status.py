@@ -70,7 +70,7 @@ scancel @ | stopped, .* signal.*; requeued, but job @ was cancelled \\(.* before
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+def slurm(tmp_path_factory) -> Iterator[SlurmCluster]:
     """Its nodes start no job while the file $BROKEN exists."""
     prolog = tmp_path_factory.mktemp("prolog") / "prolog"
     prolog.write_text(f"#!/bin/sh\ntest ! -e {prolog}-broken\n")
@@ -106,7 +106,7 @@ def following(
         process.wait()
 
 
-def test_status_and_follow_see_every_state(slurm, submit, tmp_path: Path) -> None:
+def test_status_and_follow_see_every_state(slurm, submit, tmp_path):
     job = submit(STAGE)
 
     def wait_for(state: RunState, *, step: int) -> RunStatus:
@@ -153,7 +153,7 @@ def test_status_and_follow_see_every_state(slurm, submit, tmp_path: Path) -> Non
 
 
 @pytest.mark.exhaustive  # SLURM takes minutes for some of its states
-def test_status_says_who_must_do_what(slurm, submit, tmp_path: Path) -> None:
+def test_status_says_who_must_do_what(slurm, submit, tmp_path):
     """One job in every state that a test can bring about; this clock is five minutes fast."""
     job_id = submit("import time; time.sleep(1000)").job_id
 

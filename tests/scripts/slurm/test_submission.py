@@ -31,7 +31,7 @@ ENDED = ("COMPLETED", "FAILED")
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path) -> Path:
     """A copy of this project with a commit of its own, which a test can edit."""
     folder = tmp_path / "checkout"
     for name in CODE_FOLDERS:
@@ -51,9 +51,7 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_job_runs_the_code_as_it_was_submitted(
-    slurm: SlurmCluster, checkout: Path
-) -> None:
+def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout: Path):
     jobs = checkout / "runs/tiny/slurm"
 
     def submit(*arguments: str) -> tuple[str, str]:

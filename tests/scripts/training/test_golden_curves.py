@@ -29,16 +29,14 @@ OBJECTIVES = {
 
 
 @pytest.fixture(scope="module")
-def supervised(
-    warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def supervised(warm_starter: WarmStarter, tmp_path_factory) -> Path:
     """A finished run, two ranks at ZeRO 1."""
     folder = tmp_path_factory.mktemp("supervised")
     run(warm_starter, "pretrain/main.py", folder, *MIXED, num_ranks=2)
     return folder / "run"
 
 
-def test_supervised(supervised: Path, golden: Golden) -> None:
+def test_supervised(supervised: Path, golden: Golden):
     golden.json(
         "training/curves/supervised.json", journal(supervised, *CURVES), rel=REL
     )
@@ -46,8 +44,8 @@ def test_supervised(supervised: Path, golden: Golden) -> None:
 
 @every(name=OBJECTIVES)
 def test_objectives_without_labels(
-    warm_starter: WarmStarter, tmp_path: Path, golden: Golden, name: str
-) -> None:
+    warm_starter: WarmStarter, tmp_path, golden: Golden, name: str
+):
     run(warm_starter, "pretrain/main.py", tmp_path, *OBJECTIVES[name])
     golden.json(
         f"training/curves/{name}.json", journal(tmp_path / "run", *CURVES), rel=REL
@@ -56,8 +54,8 @@ def test_objectives_without_labels(
 
 
 def test_distillation(
-    warm_starter: WarmStarter, supervised: Path, tmp_path: Path, golden: Golden
-) -> None:
+    warm_starter: WarmStarter, supervised: Path, tmp_path, golden: Golden
+):
     teacher = f"objective.teacher.weights={supervised}"
     token = "model.distillation_token=true"
     run(
@@ -74,8 +72,8 @@ def test_distillation(
 
 
 def test_finetuning_at_a_higher_resolution(
-    warm_starter: WarmStarter, supervised: Path, tmp_path: Path, golden: Golden
-) -> None:
+    warm_starter: WarmStarter, supervised: Path, tmp_path, golden: Golden
+):
     run(
         warm_starter,
         "finetune/main.py",
@@ -89,9 +87,7 @@ def test_finetuning_at_a_higher_resolution(
 
 
 @pytest.fixture(scope="module")
-def printed(
-    warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory
-) -> list[str]:
+def printed(warm_starter: WarmStarter, tmp_path_factory) -> list[str]:
     """The output of two ranks that ran all checks."""
     worker = [ROOT / "tests/support/engine/engine_checks.py"]
     ranks = warm_starter.start(
@@ -104,6 +100,6 @@ def printed(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @every(check=CHECKS)
-def test_the_engine_on_two_ranks(printed: list[str], check: str) -> None:
+def test_the_engine_on_two_ranks(printed: list[str], check: str):
     assert all(f"passed: {check}\n" in each for each in printed), "\n".join(printed)
     assert not any("deprecated" in each for each in printed)

@@ -48,9 +48,7 @@ STOPPED = fault("backward", 21, "SIGTERM")
 
 
 @pytest.fixture(scope="module")
-def stored(
-    golden: Golden, warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def stored(golden: Golden, warm_starter: WarmStarter, tmp_path_factory) -> Path:
     def make(path: Path) -> None:
         place = tmp_path_factory.mktemp("made")
         train(warm_starter, place, num_ranks=2, faults={1: [KILLED]})
@@ -87,7 +85,7 @@ def train(starter: WarmStarter, folder: Path, *settings: str, **how: Any) -> str
     return run(starter, "pretrain/main.py", folder, *SETTINGS, *settings, **how)
 
 
-def test_it_is_read(stored: Path) -> None:
+def test_it_is_read(stored: Path):
     checkpoint, complaints = newest_checkpoint(stored / "checkpoints")
     assert checkpoint is not None and complaints == []
     assert (checkpoint.step, checkpoint.progress["samples_seen"]) == (16, 16 * 8)
@@ -115,11 +113,11 @@ def test_it_resumes_with_the_golden_losses(
     stored: Path,
     golden: Golden,
     warm_starter: WarmStarter,
-    tmp_path: Path,
+    tmp_path,
     step: int,
     layout: str,
     num_ranks: int,
-) -> None:
+):
     shutil.copytree(stored, tmp_path / "run")
     if step == 10:
         shutil.rmtree(tmp_path / "run/checkpoints/step-00000016")
@@ -132,8 +130,8 @@ def test_it_resumes_with_the_golden_losses(
 
 @every(step="10, 16")
 def test_it_predicts(
-    stored: Path, golden: Golden, warm_starter: WarmStarter, tmp_path: Path, step: int
-) -> None:
+    stored: Path, golden: Golden, warm_starter: WarmStarter, tmp_path, step: int
+):
     init = f"init={stored}/checkpoints/step-{step:08d}"
     arguments: Sequence[str] = (
         init,
@@ -148,8 +146,8 @@ def test_it_predicts(
 
 @every(num_ranks="1, 2, 5", place="checkpoints/step-00000010, ''")
 def test_ranks_that_open_it_share_its_verification(
-    stored: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, place: str
-) -> None:
+    stored: Path, monkeypatch, num_ranks: int, place: str
+):
     """Each file is hashed once, by one of them: it has more than the model that all read."""
     init, hashed, of_thread = str(stored / place), list[Path](), local()
     files = stored / (place or "checkpoints/step-00000016")
@@ -184,9 +182,7 @@ def test_ranks_that_open_it_share_its_verification(
 
 
 @pytest.mark.slow
-def test_replaced_samples_are_counted_since_step_0(
-    warm_starter: WarmStarter, tmp_path: Path
-) -> None:
+def test_replaced_samples_are_counted_since_step_0(warm_starter: WarmStarter, tmp_path):
     """A run that two ranks began and one resumed has the numbers of one that was not stopped."""
     shards = shutil.copytree(SHARDS, tmp_path / "shards")
     index = read_split(shards, split="train")

@@ -40,8 +40,8 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.distributed, pytest.mark.timeo
 
 
 def test_runs_killed_at_random_moments_end_with_the_same_bits(
-    fault_runs: FaultRuns, tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
+    fault_runs: FaultRuns, tmp_path, pytestconfig: pytest.Config
+):
     seed, kills, trainings = pytestconfig.getoption("--storm-seed"), 0, 0
     while kills < pytestconfig.getoption("--storm-kills"):
         place, zero = (
@@ -216,8 +216,8 @@ class Case(NamedTuple):
 
 
 def test_one_rank_at_fault_is_named_and_ends_the_others(
-    fault_runs: FaultRuns, tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
+    fault_runs: FaultRuns, tmp_path, pytestconfig: pytest.Config
+):
     seed, failed = pytestconfig.getoption("--storm-seed"), []
     for number in range(pytestconfig.getoption("--storm-kills")):
         case, folder = (

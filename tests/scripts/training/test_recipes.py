@@ -110,7 +110,7 @@ def start_of(name: str) -> str | None:
     return start
 
 
-def test_every_recipe_plans_at_full_size() -> None:
+def test_every_recipe_plans_at_full_size():
     planned = {
         name for name, run in recipes().items() if "steps" in dict(plan_rows(run))
     }
@@ -120,9 +120,7 @@ def test_every_recipe_plans_at_full_size() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-def test_every_recipe_takes_two_steps(
-    warm_starter: WarmStarter, tmp_path: Path
-) -> None:
+def test_every_recipe_takes_two_steps(warm_starter: WarmStarter, tmp_path):
     shards = tmp_path / "shards"
     make_shard_folder(shards, lengths={"train": (16,), "test": (8,)})
 

@@ -100,7 +100,7 @@ KILLS = {
         slow=KILLS.keys() - {"in the backward pass", "at start", "before retention"},
     )
 )
-def test_killed_rank(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
+def test_killed_rank(fault_runs: FaultRuns, tmp_path, case: str):
     name, stage, rank, place, nth, step = KILLS[case]
     settings, how = way(fault_runs, name)
     settings += (f"engine.zero_stage={stage}",) if stage != 1 else ()
@@ -114,7 +114,7 @@ def test_killed_rank(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
 
 
 @slow
-def test_killed_again_while_resuming(fault_runs: FaultRuns, killed_copy: Path) -> None:
+def test_killed_again_while_resuming(fault_runs: FaultRuns, killed_copy: Path):
     for rank, place in enumerate(("start", "restore")):
         world = fault_runs.start(killed_copy, faults={rank: [fault(place, 1, "kill")]})
         assert wait_and_end_others(world)[rank] == -signal.SIGKILL
@@ -138,8 +138,8 @@ LAYOUTS += [(name, 1, 0) for name in REGISTERED if name != "supervised"]
 @slow
 @pytest.mark.parametrize("name, num_ranks, stage", LAYOUTS)
 def test_another_layout_goes_on_with_the_same_losses(
-    fault_runs: FaultRuns, tmp_path: Path, name: str, num_ranks: int, stage: int
-) -> None:
+    fault_runs: FaultRuns, tmp_path, name: str, num_ranks: int, stage: int
+):
     settings, how = way(fault_runs, name)
     settings += () if name == "timm" else STILL
     settings += () if "data.mixing=null" in settings else AUGMENTED
@@ -165,8 +165,8 @@ def test_another_layout_goes_on_with_the_same_losses(
 @slow
 @every(name=OBJECTIVES)
 def test_finetuning_starts_from_the_trunk_of_each_objective(
-    fault_runs: FaultRuns, tmp_path: Path, name: str
-) -> None:
+    fault_runs: FaultRuns, tmp_path, name: str
+):
     settings, how = way(fault_runs, name)
     source = fault_runs.undisturbed(*settings, **how)
     if name == "distillation":
@@ -193,9 +193,7 @@ def test_finetuning_starts_from_the_trunk_of_each_objective(
 
 
 @slow
-def test_finetuning_resumes_without_its_start(
-    fault_runs: FaultRuns, killed_copy: Path
-) -> None:
+def test_finetuning_resumes_without_its_start(fault_runs: FaultRuns, killed_copy: Path):
     source, folder = killed_copy / "run", killed_copy / "tuned"
     with open(
         source / "checkpoints/step-00000015/rank-00000.safetensors", "ab"
@@ -217,7 +215,7 @@ def test_finetuning_resumes_without_its_start(
 
 
 @slow
-def test_shards_without_labels(fault_runs: FaultRuns, tmp_path: Path) -> None:
+def test_shards_without_labels(fault_runs: FaultRuns, tmp_path):
     """They train where no label is needed, and are refused elsewhere."""
     (tmp_path / "images").mkdir()
     for number in range(40):
@@ -273,7 +271,7 @@ SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
         slow=SIGNALS.keys() - {"bursts on both ranks"},
     )
 )
-def test_stop_signals(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
+def test_stop_signals(fault_runs: FaultRuns, tmp_path, case: str):
     planted, codes, step = SIGNALS[case]
     grace_s = 0 if case == "before training" else 30
     settings = () if step % LOGGED == 0 else (EVERY_STEP,)
@@ -285,7 +283,7 @@ def test_stop_signals(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
 
 
 @slow
-def test_loader_workers(fault_runs: FaultRuns, tmp_path: Path) -> None:
+def test_loader_workers(fault_runs: FaultRuns, tmp_path):
     """A killed one is named; all ignore the signals of a launcher."""
     planted: dict[int, Faults] = {1: [fault("batch", micro_step(7), "kill worker")]}
     world = fault_runs.start(tmp_path, faults=planted)
@@ -314,8 +312,8 @@ LOST: Mapping[str, tuple[int, str, int | None]] = {
     case=by_level(LOST, fast=["rank 1 stopped"], slow=LOST.keys() - {"rank 1 stopped"})
 )
 def test_surviving_rank_ends_and_names_the_other(
-    fault_runs: FaultRuns, tmp_path: Path, case: str
-) -> None:
+    fault_runs: FaultRuns, tmp_path, case: str
+):
     rank, do, code = LOST[case]
     planted = {rank: [fault("batch" if do == "hang" else "forward", micro_step(8), do)]}
     world = fault_runs.start(tmp_path, "engine.timeout_min=0.15", faults=planted)
@@ -328,9 +326,7 @@ def test_surviving_rank_ends_and_names_the_other(
 
 
 @slow
-def test_updates_with_nan_are_skipped_and_named(
-    fault_runs: FaultRuns, tmp_path: Path
-) -> None:
+def test_updates_with_nan_are_skipped_and_named(fault_runs: FaultRuns, tmp_path):
     planted = {1: [fault("forward", micro_step(8, number=1), "NaN")]}
     assert fault_runs.run(tmp_path, faults=planted) == [0, 0], output(tmp_path)
     assert "1 updates skipped" in output(tmp_path) and "on rank 1; samples '" in output(
@@ -350,7 +346,7 @@ def test_updates_with_nan_are_skipped_and_named(
     assert "samples of that step: '" in output(tmp_path / "all")
 
 
-def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_never_starts_is_named(tmp_path):
     code = (
         "from vitscale.distributed import processes, world\n"
         "world.INIT_TIMEOUT_MIN = 0.02\n"
@@ -386,7 +382,7 @@ DROPPED = {
 @every(mutant=DROPPED)
 def test_dropped_state_is_noticed(
     fault_runs: FaultRuns, killed_copy: Path, mutant: str
-) -> None:
+):
     ranks = fault_runs.start(killed_copy, mutant=mutant)
     assert wait_all(ranks) == [0, 0], ranks[0].output()
     found = differences(read_state(killed_copy / "run"), fault_runs.uninterrupted())

@@ -38,7 +38,7 @@ NEWEST, OLDER = "step-00000015", "step-00000010"
 @slow
 def test_damaged_checkpoint_is_skipped_with_a_message(
     fault_runs: FaultRuns, killed_copy: Path
-) -> None:
+):
     path = killed_copy / f"run/checkpoints/{NEWEST}/rank-00000.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -50,7 +50,7 @@ def test_damaged_checkpoint_is_skipped_with_a_message(
 @slow
 def test_unavailable_storage_at_a_restart_loses_nothing(
     fault_runs: FaultRuns, killed_copy: Path
-) -> None:
+):
     """The tensors of both checkpoints: the run is refused and changes nothing until they return."""
     names = [f"{step}/rank-00000.safetensors" for step in (NEWEST, OLDER)]
     checkpoints, away = killed_copy / "run/checkpoints", killed_copy / "away"
@@ -76,9 +76,7 @@ def remount(folder: Path, mode: str) -> None:
 
 
 @slow
-def test_failed_checkpoint_storage_ends_the_run(
-    fault_runs: FaultRuns, tmp_path: Path
-) -> None:
+def test_failed_checkpoint_storage_ends_the_run(fault_runs: FaultRuns, tmp_path):
     checkpoints = tmp_path / "run/checkpoints"
     with mounted(checkpoints, "tmpfs", "-t", "tmpfs", "-o", "size=8m"):
         ranks = fault_runs.start(
@@ -102,8 +100,8 @@ def test_failed_checkpoint_storage_ends_the_run(
 
 @every(rank=by_level([0, 1], slow=[1]))
 def test_training_goes_on_after_a_save_that_fails_on_one_rank(
-    fault_runs: FaultRuns, tmp_path: Path, rank: int
-) -> None:
+    fault_runs: FaultRuns, tmp_path, rank: int
+):
     """After four attempts; in the save before it, the third one succeeds."""
     # Two files of rank 0 in every save, one of rank 1.
     second = {0: 5, 1: 4}[rank]
@@ -118,9 +116,7 @@ def test_training_goes_on_after_a_save_that_fails_on_one_rank(
 
 
 @slow
-def test_the_journal_is_flushed_for_every_checkpoint(
-    fault_runs: FaultRuns, tmp_path: Path
-) -> None:
+def test_the_journal_is_flushed_for_every_checkpoint(fault_runs: FaultRuns, tmp_path):
     """Where that fails the step is saved all the same, with a warning."""
     faults = {0: [fault("flush", "every", "EIO")]}
     assert fault_runs.run(
@@ -132,9 +128,7 @@ def test_the_journal_is_flushed_for_every_checkpoint(
 
 
 @slow
-def test_unavailable_tracking_server_changes_nothing(
-    fault_runs: FaultRuns, tmp_path: Path
-) -> None:
+def test_unavailable_tracking_server_changes_nothing(fault_runs: FaultRuns, tmp_path):
     gone = "tracking.uri=http://127.0.0.1:9"
     planted = {1: [fault("backward", micro_step(13), "kill")]}
     wait_and_end_others(fault_runs.start(tmp_path, gone, faults=planted))

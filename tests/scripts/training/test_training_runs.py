@@ -35,7 +35,7 @@ def finished(fault_runs: FaultRuns) -> Path:
     return fault_runs.undisturbed()
 
 
-def test_run_folder_holds_the_documented_files(finished: Path) -> None:
+def test_run_folder_holds_the_documented_files(finished: Path):
     rows = [
         json.loads(line)
         for line in (finished / "journal.jsonl").read_text().splitlines()
@@ -61,9 +61,7 @@ def test_run_folder_holds_the_documented_files(finished: Path) -> None:
     assert kept == ["step-00000020", "step-00000024"]
 
 
-def test_a_finished_run_repeated_changes_nothing(
-    fault_runs: FaultRuns, finished: Path
-) -> None:
+def test_a_finished_run_repeated_changes_nothing(fault_runs: FaultRuns, finished: Path):
     def contents() -> dict[Path, bytes]:
         return {
             path: path.read_bytes() for path in finished.rglob("*") if path.is_file()
@@ -81,7 +79,7 @@ def test_a_finished_run_repeated_changes_nothing(
     assert contents() == before
 
 
-def test_profiled_steps_are_traced(fault_runs: FaultRuns, tmp_path: Path) -> None:
+def test_profiled_steps_are_traced(fault_runs: FaultRuns, tmp_path):
     settings = ("engine.profile_steps=2", "schedule.steps=8")
     assert fault_runs.run(tmp_path, *settings) == [0, 0]
     trace = json.loads((tmp_path / "run/profile.json").read_text())
@@ -92,8 +90,8 @@ def test_profiled_steps_are_traced(fault_runs: FaultRuns, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_finetuning_at_a_higher_resolution_through_the_launcher(
-    fault_runs: FaultRuns, finished: Path, tmp_path: Path
-) -> None:
+    fault_runs: FaultRuns, finished: Path, tmp_path
+):
     """Start by DeepSpeed's launcher, in fresh processes."""
     command = [Path(sys.executable).with_name("deepspeed"), "--num_gpus=2"]
     command += [f"--master_port={free_port()}", ROOT / "finetune/main.py"]
@@ -153,8 +151,8 @@ def start_lacking(
     "place, rank", by_level(LACKING, fast=LACKING[:1], slow=LACKING[1:])
 )
 def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
-    fault_runs: FaultRuns, tmp_path: Path, place: str, rank: int
-) -> None:
+    fault_runs: FaultRuns, tmp_path, place: str, rank: int
+):
     codes, outputs = start_lacking(fault_runs, tmp_path, place, [rank])
     assert set(codes) == {FailureKind.NODE.exit_code}
     for text in outputs:
@@ -166,9 +164,7 @@ def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
 
 @pytest.mark.slow
 @every(place="prepare, index, tracker")
-def test_what_all_nodes_lack_is_bad_input(
-    fault_runs: FaultRuns, tmp_path: Path, place: str
-) -> None:
+def test_what_all_nodes_lack_is_bad_input(fault_runs: FaultRuns, tmp_path, place: str):
     ranks = [0] if place == "tracker" else [0, 1]
     codes, outputs = start_lacking(fault_runs, tmp_path, place, ranks)
     assert set(codes) == {FailureKind.BAD_INPUT.exit_code}
@@ -196,8 +192,8 @@ second job: [output=locked, another job is training in this run folder]
 
 @every(case=sorted(BAD_INPUT))
 def test_bad_input_ends_with_one_clear_message(
-    fault_runs: FaultRuns, finished: Path, tmp_path: Path, case: str
-) -> None:
+    fault_runs: FaultRuns, finished: Path, tmp_path, case: str
+):
     words, message = BAD_INPUT[case]
     stage = "finetune" if case == "wrong init" else "pretrain"
     overrides = [f"output={finished}", *words.split()]
