@@ -90,7 +90,8 @@ def _versions(name: str) -> dict[str, str]:
 
 
 def test_the_lock_has_the_versions_last_tested():
-    locked, tested = _versions("requirements.lock"), _versions("constraints.txt")
+    locked = _versions("requirements.lock")
+    tested = _versions("constraints.txt")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {
         canonicalize_name(Requirement(each).name) for each in project["dependencies"]

@@ -83,7 +83,8 @@ def test_paths_named_in_docs_exist():
     wrong = []
     for page in PAGES + CARDS:
         for number, line in enumerate(page.read_text().splitlines(), start=1):
-            where, text = f"{page.relative_to(ROOT)}:{number}", URL.sub("", line)
+            where = f"{page.relative_to(ROOT)}:{number}"
+            text = URL.sub("", line)
             paths = [path.rstrip("/.") for path in PATH.findall(text)]
             wrong += [
                 f"{where}: {path}"

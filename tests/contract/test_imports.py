@@ -50,7 +50,8 @@ def test_nobody_imports_a_script():
 
 def test_pillow_is_told_which_formats_to_open():
     """Its other parsers, some of which start programs, never see untrusted bytes."""
-    files, opened = [*module_files().values(), *(ROOT / "benchmarks").rglob("*.py")], 0
+    files = [*module_files().values(), *(ROOT / "benchmarks").rglob("*.py")]
+    opened = 0
     for node in itertools.chain.from_iterable(ast.walk(parsed(path)) for path in files):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Image.open":
             opened += 1
@@ -111,7 +112,8 @@ def test_no_collective_runs_while_an_error_unwinds():
         for name, found in functions.items()
         if not found[1:]
     }
-    collective, num_known = set(COLLECTIVES), 0
+    collective = set(COLLECTIVES)
+    num_known = 0
     while len(collective) > num_known:
         num_known = len(collective)
         collective |= {name for name, called in alone.items() if called & collective}

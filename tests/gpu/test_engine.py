@@ -214,7 +214,9 @@ def test_attention_kernels_equal_the_formula(device: str, kernel: SDPBackend):
 
 
 def test_batches_are_copied_beside_the_kernels_and_stay_until_used(device: str):
-    is_pinned, sums, copied = device == "cuda", [], list[torch.cuda.Event]()
+    is_pinned = device == "cuda"
+    sums = []
+    copied = list[torch.cuda.Event]()
 
     class Slow(Batch):
         def to(self, device: torch.device) -> Batch:

@@ -64,10 +64,8 @@ def installed_wheel(folder: Path) -> tuple[Path, Path]:
     build = [*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", folder]
     subprocess.run([*build, *folder.glob("*.tar.gz")], check=True)
     [wheel] = folder.glob("*.whl")
-    venv, site = (
-        folder / "venv",
-        f"lib/python{sysconfig.get_python_version()}/site-packages",
-    )
+    venv = folder / "venv"
+    site = f"lib/python{sysconfig.get_python_version()}/site-packages"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     python = venv / "bin/python"
     subprocess.run([*pip, "--python", python, "install", *offline, wheel], check=True)

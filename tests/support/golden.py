@@ -56,7 +56,9 @@ class Golden:
 
 
 def differences(found: Any, expected: Any, *, rel: float) -> list[str]:
-    ours, theirs, lines = dict(_leaves(found)), dict(_leaves(expected)), []
+    ours = dict(_leaves(found))
+    theirs = dict(_leaves(expected))
+    lines = []
     for place in theirs | ours:
         one, other = (each.get(place, "missing") for each in (ours, theirs))
         is_near = rel and isinstance(one, float) and isinstance(other, float)

@@ -151,20 +151,24 @@ class _Handler(Answering):
         if fault == "slow":
             time.sleep(SLOW_S)
         data = file.read_bytes() if about is None else about
-        status, headers = 200, {"Accept-Ranges": "bytes"}
+        status = 200
+        headers = {"Accept-Ranges": "bytes"}
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if asked and fault != "no_ranges":
-            start, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
+            start = int(asked[1])
+            last = min(int(asked[2]), len(data) - 1)
             if start >= len(data):
                 return self._end(416, b"")
             headers["Content-Range"] = f"bytes {start}-{last}/{len(data)}"
-            status, data = 206, data[start : last + 1]
+            status = 206
+            data = data[start : last + 1]
         if fault == "wrong":
             place = secrets.randbelow(len(data))
             data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
         headers["Content-Length"] = str(len(data))
         if fault == "short":
-            data, self.close_connection = data[: len(data) // 2], True
+            data = data[: len(data) // 2]
+            self.close_connection = True
         self._end(status, data, headers)
 
     def _end(self, status: int, data: bytes, headers: Mapping[str, str] = {}) -> None:

@@ -187,7 +187,8 @@ def _set_weights(
 
 def _mean(sums: Any, name: str, machine: Machine) -> torch.Tensor:
     """Sum over micro-batches in fp32, mean over ranks; sums[micro, rank] are gradients."""
-    micros, ranks = range(machine.accumulation), range(machine.ranks)
+    micros = range(machine.accumulation)
+    ranks = range(machine.ranks)
     is_rounded = (
         machine.in_bf16
         and machine.stage > 0
@@ -251,12 +252,13 @@ def _updated(
     if (
         recipe.optimizer == "sgd"
     ):  # Sutskever et al. 2013, as torch: no dampening, no Nesterov
-        g = g + decay * w
+        g += decay * w
         state["v"] = g if "v" not in state else 0.9 * state["v"] + g
         return w - rate * state["v"]
 
     # Kingma & Ba 2015, algorithm 1.
-    b1, b2 = 0.9, 0.999
+    b1 = 0.9
+    b2 = 0.999
     state["t"] = t = state.get("t", 0) + 1
     if (
         recipe.optimizer == "adamw bf16 momentum"
@@ -273,8 +275,9 @@ def _updated(
     if (
         recipe.optimizer == "lamb"
     ):  # You et al. 2020, algorithm 2; undecayed tensors as in apex
-        direction = direction + decay * w
-        size, change = w.norm(), direction.norm()
+        direction += decay * w
+        size = w.norm()
+        change = direction.norm()
         ratio = size / change if decay and size > 0 and change > 0 else 1.0
         return w - rate * ratio * direction
 

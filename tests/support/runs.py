@@ -126,7 +126,8 @@ def _photograph(seed: int, *, colour: int) -> bytes:
     random = np.random.default_rng(seed)
     small = random.integers(0, 180, (4, 5, 3), dtype=np.uint8)
     small[..., colour] += 60
-    width, height = 14 + seed % 7, 12 + seed % 4
+    width = 14 + seed % 7
+    height = 12 + seed % 4
     image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
     file = io.BytesIO()
     image.save(file, format="JPEG", quality=85)

@@ -169,7 +169,8 @@ def test_save_survives_a_disk_full_at_any_point(tmp_path):
                 fits = True
             except UserError as error:
                 assert "cannot be written (No space left on device)" in str(error)
-                refused, fits = refused + 1, False
+                refused += 1
+                fits = False
             subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
             check_recovery(disk / "run", promised=fits)
         if fits:

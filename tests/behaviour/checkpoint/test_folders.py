@@ -25,7 +25,8 @@ from vitscale.checkpoint.folders import (
 from vitscale.config.errors import StorageError, UserError
 from vitscale.distributed import atomic_files
 
-RANK_FILE, MANIFEST = "rank-00000.safetensors", "manifest.json"
+RANK_FILE = "rank-00000.safetensors"
+MANIFEST = "manifest.json"
 
 
 def save(tmp_path: Path, step: int) -> Path:
@@ -102,7 +103,8 @@ def test_an_outage_of_storage_is_no_damage(tmp_path, monkeypatch):
     """A file that cannot be read for a moment is read again; no older step replaces it."""
     for step in (1, 2):
         save(tmp_path, step)
-    left, read = [1], folders.blake3_of_file
+    left = [1]
+    read = folders.blake3_of_file
 
     def fail(path: Path, **options: bool) -> str:
         left[0] -= 1
@@ -127,7 +129,8 @@ def test_any_flipped_bit_is_detected(tmp_path):
     undamaged = read_checkpoint(folder)
     for name in (RANK_FILE, MANIFEST):
         path = folder / name
-        data, survived = path.read_bytes(), 0
+        data = path.read_bytes()
+        survived = 0
         for position in range(len(data)):
             flip(path, position, bit=position % 8)
             try:
@@ -186,7 +189,9 @@ def test_files_are_verified_from_disk_before_the_commit(tmp_path, monkeypatch):
 def test_ranks_share_the_verification_and_agree(
     tmp_path, monkeypatch, num_damaged: int
 ):
-    checkpoints, num_ranks, hashed = tmp_path / "checkpoints", 5, list[Path]()
+    checkpoints = tmp_path / "checkpoints"
+    num_ranks = 5
+    hashed = list[Path]()
     for step in (1, 2):
         run_ranks(
             num_ranks,

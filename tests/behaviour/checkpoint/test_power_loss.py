@@ -44,7 +44,8 @@ class DiskModel:
     """The tree below one real folder, changed by recorded calls."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.top = root, Node(True)
+        self.root = root
+        self.top = Node(True)
         self.files: dict[int, Node] = {}
 
     def node(self, path: str | Path) -> Node:
@@ -69,10 +70,8 @@ class DiskModel:
                 self.files[fd].content += data
             case "fsync", (fd,):
                 node = self.files[fd]
-                node.durable_content, node.durable_names = (
-                    node.content,
-                    dict(node.names),
-                )
+                node.durable_content = node.content
+                node.durable_names = dict(node.names)
             case "rename" | "replace", (old, new):
                 names, name = self.place(old)
                 node = names.pop(name)
@@ -117,7 +116,9 @@ def rmtree(folder: Path, *, ignore_errors: bool = False) -> None:
 
 def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
     """Lose power after each call of three saves; return what the reader finds wrong."""
-    root, promised, broken = tmp_path / "disk", 0, []
+    root = tmp_path / "disk"
+    promised = 0
+    broken = []
     root.mkdir()
     model = DiskModel(root)
 
@@ -165,7 +166,8 @@ def test_power_loss_never_loses_a_committed_step(tmp_path, keep: int):
     assert broken_promises(tmp_path, keep=keep) == []
 
 
-WRITE_NEW_FILE, COMMIT_FOLDER = folders.write_new_file, folders.commit_folder
+WRITE_NEW_FILE = folders.write_new_file
+COMMIT_FOLDER = folders.commit_folder
 
 
 def unflushed(path: Path, pieces: Any, *, suffix: str) -> tuple[int, str]:

@@ -54,16 +54,19 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
     tmp_path, world: World, monkeypatch
 ):
     """Copy and disk hang: the save has returned; what changes after the copy is not saved."""
-    copying, writing = threading.Event(), threading.Event()
+    copying = threading.Event()
+    writing = threading.Event()
     store = CheckpointStore(tmp_path, keep=2, world=world)
-    take, write = store._host_copy.take, folders.write_new_file
+    take = store._host_copy.take
+    write = folders.write_new_file
     monkeypatch.setattr(
         store._host_copy, "take", lambda *a: copying.wait(60) and take(*a)
     )
     monkeypatch.setattr(
         folders, "write_new_file", lambda *a: writing.wait(60) and write(*a)
     )
-    weights, progress = torch.zeros(1000), {"n": 1}
+    weights = torch.zeros(1000)
+    progress = {"n": 1}
     store.save({"model.a": weights}, step=1, progress=progress, description={})
     progress["n"] = 7
     update = threading.Thread(target=store.wait_for_host_copy)
@@ -119,7 +122,8 @@ def test_next_save_waits_and_raises_the_previous_error(
 def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
     tmp_path, world: World, monkeypatch
 ):
-    now, said = 0.0, list[str]()
+    now = 0.0
+    said = list[str]()
     clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep, time=time.time)
     for module in (store, folders):
         monkeypatch.setattr(module, "time", clock)
@@ -395,10 +399,8 @@ def test_of_starts_at_the_same_moment_one_gets_the_folder(
 
     node = threading.local()
     write_holder = store._write_holder
-    has_seen_it_free, all_know = (
-        threading.Barrier(num_starts),
-        threading.Barrier(num_starts),
-    )
+    has_seen_it_free = threading.Barrier(num_starts)
+    all_know = threading.Barrier(num_starts)
     monkeypatch.setattr("fcntl.flock", of_node)
     monkeypatch.setattr(store, "_write_holder", write)
     monkeypatch.setattr(store, "node_name", lambda: f"n{node.number}")

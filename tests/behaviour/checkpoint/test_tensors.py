@@ -79,7 +79,8 @@ def test_pinned_memory_has_the_size_of_the_copy(monkeypatch):
 
 
 def test_host_memory_is_reused_and_does_not_alias():
-    copy, weights = HostCopy(CPU), torch.ones(100)
+    copy = HostCopy(CPU)
+    weights = torch.ones(100)
     header, data = taken({"a": weights}, copy)
     weights.zero_()
     assert bytes(data) == bytes(torch.ones(100).numpy().data)
@@ -118,7 +119,8 @@ def test_any_range_is_read_from_any_layout(
     slices = [
         each for path in reversed(write(folder, cuts)) for each in read_header(path)
     ]
-    counts, preadv = list[int](), os.preadv
+    counts = list[int]()
+    preadv = os.preadv
     with SavedTensors(slices) as saved, pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             os, "preadv", lambda *values: counts.append(preadv(*values)) or counts[-1]

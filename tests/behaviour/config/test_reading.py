@@ -182,7 +182,8 @@ def test_command_line_beats_file_beats_base_beats_default(here: Path):
     )
     given = "data.path=c|launch.setup=[c]|launch.sbatch={y: 2}|launch.sbatch.z=3"
     loaded = load_run(PretrainRun, "sub/b.yaml", overrides=given.split("|"))
-    run, places = loaded.run, loaded.places
+    run = loaded.run
+    places = loaded.places
     assert (run.data.path, run.optim.lr) == ("c", 2e-3)
     assert (run.data.global_batch, run.seed) == (64, 0)
     # Lists are replaced, groups merged.
@@ -204,7 +205,8 @@ def test_the_site_file_is_above_defaults_and_below_files(here: Path, monkeypatch
     )
     (here / "b.yaml").write_text("base: a.yaml\nlaunch: {partition: low}\n")
     loaded = load_run(PretrainRun, "b.yaml", overrides=["launch.sbatch.y=2"])
-    launch, places = loaded.run.launch, loaded.places
+    launch = loaded.run.launch
+    places = loaded.places
     assert (launch.partition, places["launch", "partition"]) == ("low", "b.yaml:2")
     assert (launch.setup, places["launch", "setup"]) == (
         ("a",),

@@ -57,10 +57,8 @@ def edit_manifest(folder: Path, **changes: object) -> None:
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Path:
     """20 samples of 2 classes in 3 tars, and a split `test` of 4 samples stored before them."""
-    folder, lengths = (
-        tmp_path_factory.mktemp("set") / "a",
-        {"test": (2, 2), "train": (7, 7, 6)},
-    )
+    folder = tmp_path_factory.mktemp("set") / "a"
+    lengths = {"test": (2, 2), "train": (7, 7, 6)}
     make_shard_folder(folder, lengths=lengths, classes=("cat", "dog"))
     return folder
 
@@ -115,7 +113,8 @@ def test_keys_of_any_samples_are_those_of_the_table(
 ):
     rows = pq.read_table(many_groups / INDEX_NAME).to_pylist()
     expected = [row["key"] for row in rows if row["split"] == split]
-    random, index = np.random.default_rng(seed), read_split(many_groups, split=split)
+    random = np.random.default_rng(seed)
+    index = read_split(many_groups, split=split)
     wanted = random.integers(0, len(expected), 25).tolist()
     assert sample_keys(index, wanted) == [expected[row] for row in wanted]
     subset = np.sort(random.choice(len(expected), 7, replace=False))
@@ -147,7 +146,8 @@ def damage_keys(path: Path, row_group: int) -> None:
 
 def test_only_the_row_groups_of_the_samples_are_read(many_groups: Path):
     """So all others may be damaged, and a name costs the same whatever the size of the corpus."""
-    index, path = read_split(many_groups, split="train"), many_groups / INDEX_NAME
+    index = read_split(many_groups, split="train")
+    path = many_groups / INDEX_NAME
     for row_group in {*range(14)} - {3, 3 + 5}:
         damage_keys(path, row_group)
     found = sample_names([index], [(0, 21), (0, 3)])
@@ -257,7 +257,8 @@ def test_a_start_waits_for_storage_that_fails_for_a_moment(
     copy: Path, flaky: Any, read: str, name: str, error: int
 ):
     """For longer it is a failure of storage, which a job is started again after; not bad input."""
-    expected, failed = READS[read](copy), flaky(name, error, 2)
+    expected = READS[read](copy)
+    failed = flaky(name, error, 2)
     assert READS[read](copy) == expected
     assert len(failed) == 2
     flaky(name, error, 10**6)
@@ -269,7 +270,8 @@ def test_keys_are_searched_anew_where_storage_fails_in_the_middle(
     many_groups: Path, monkeypatch
 ):
     """What was found before the failure does not count twice."""
-    calls, read = list[int](), pq.ParquetFile.read_row_groups
+    calls = list[int]()
+    read = pq.ParquetFile.read_row_groups
 
     def failing(file: Any, *args: Any, **more: Any) -> Any:
         calls.append(1)
@@ -379,8 +381,10 @@ def test_a_subset_keeps_labels_and_places(
         settings = settings | {
             "only_keys": listed(tmp_path / "keys.txt", settings["only_keys"])
         }
-    whole, part = opened(shards), opened(shards, **settings)
-    (stored,), (index,) = whole.parts, part.parts
+    whole = opened(shards)
+    part = opened(shards, **settings)
+    (stored,) = whole.parts
+    (index,) = part.parts
     assert keys(index) == [NAMES[row] for row in chosen]
     assert part.num_samples == len(chosen)
     np.testing.assert_array_equal(index.label, stored.label[chosen])

@@ -19,7 +19,8 @@ from vitscale.distributed.random_numbers import CounterRandom, stream_key
 
 STEPS = 6
 # Layouts (ranks, workers) of the fast test and of the exhaustive one.
-FEW, GRID = [(1, 0), (2, 3), (3, 1)], list(product((1, 2, 3, 4, 8), (0, 1, 2, 3)))
+FEW = [(1, 0), (2, 3), (3, 1)]
+GRID = list(product((1, 2, 3, 4, 8), (0, 1, 2, 3)))
 # One set; or two, in two views, a part of the one and all of the other, augmented.
 SETS = ("plain", "mixed")
 Folders = tuple[Path, Path]

@@ -181,7 +181,8 @@ def test_every_sample_comes_once_in_each_view(views: int):
 
 # ---- random numbers by key and position ----------------------------------------------------------
 
-GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+MASK = (1 << 64) - 1
 
 
 def test_rows_equal_the_formula_on_python_integers():

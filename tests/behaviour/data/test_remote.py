@@ -294,13 +294,12 @@ class Cache:
     """Files by number in the folder of a cache for `num_files` of them."""
 
     def __init__(self, path: Path, num_files: float = 3) -> None:
-        self.folder, self.max_bytes = (
-            open_cache(str(path / "cache")),
-            int(num_files * SIZE),
-        )
+        self.folder = open_cache(str(path / "cache"))
+        self.max_bytes = int(num_files * SIZE)
 
     def file(self, number: int) -> RemoteFile:
-        url, digest = Url(f"s3://bucket/{number}"), blake3(content(number)).hexdigest()
+        url = Url(f"s3://bucket/{number}")
+        digest = blake3(content(number)).hexdigest()
         return RemoteFile(url, SIZE, digest, self.folder, self.max_bytes)
 
     def held(self) -> list[int | str]:
@@ -396,7 +395,8 @@ def test_many_processes_fetch_each_file_once_and_keep_the_size(
     tmp_path, log: Path, limit: int
 ):
     context = multiprocessing.get_context("fork")
-    cache, sizes = Cache(tmp_path, num_files=limit), tmp_path / "sizes"
+    cache = Cache(tmp_path, num_files=limit)
+    sizes = tmp_path / "sizes"
     processes = [
         context.Process(target=_fetch_all, args=(cache, first, sizes))
         for first in range(4)

@@ -83,7 +83,8 @@ def no_pauses(monkeypatch) -> None:
 @contextmanager
 def failing(name: str, times: int = 1) -> Iterator[list[int]]:
     """Make the next reads of a range fail with this error; yields the calls of `os.pread`."""
-    real, calls = os.pread, list[int]()
+    real = os.pread
+    calls = list[int]()
 
     def pread(file: int, num_bytes: int, offset: int) -> bytes:
         calls.append(file)
@@ -172,7 +173,8 @@ def test_storage_that_stays_away_ends_the_run_and_is_named(
 
 def test_a_stale_handle_is_opened_again(shards: Path, no_pauses: None):
     """As after another node has replaced the file: every read of the old one fails."""
-    samples, real = training(shards), os.pread
+    samples = training(shards)
+    real = os.pread
     samples.fill(0, OUT)
     stale = {path.stat().st_ino for path in shards.glob("*.tar")}
     for path in shards.glob("*.tar"):
@@ -191,7 +193,9 @@ def test_a_stale_handle_is_opened_again(shards: Path, no_pauses: None):
 
 def test_a_read_that_fails_half_way_is_no_damage(shards: Path, no_pauses: None):
     """The first half is returned without an error, which only the read of the rest tells."""
-    samples, real, errors = training(shards), os.pread, ["EIO", "EIO"]
+    samples = training(shards)
+    real = os.pread
+    errors = ["EIO", "EIO"]
 
     def pread(file: int, num_bytes: int, offset: int) -> bytes:
         if num_bytes > 100:
@@ -285,7 +289,8 @@ def test_inception_tf_takes_boxes_of_its_own(shards: Path):
 def test_each_sample_is_evaluated_once_and_padding_has_no_weight(shards: Path):
     index = read_split(shards, split="train")
     data = DataSettings(path=str(shards), global_batch=4, num_workers=0)
-    chosen, counted = np.arange(1, 8), []
+    chosen = np.arange(1, 8)
+    counted = []
     for rank in range(2):
         batches = evaluation_batches(
             index, settings=data, image_size=SIZE, rank=rank, world_size=2, micro_batch=3,

@@ -35,7 +35,8 @@ def unpadded(tar: bytes) -> bytes:
     return whole + bytes(-len(whole) % BLOCK)
 
 
-A, B = samples(0, 3), samples(10, 2)
+A = samples(0, 3)
+B = samples(10, 2)
 END = bytes(2 * BLOCK)
 
 

@@ -21,7 +21,8 @@ from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 from vitscale.data.webdataset import check_shares, tar_samples, tars_of_split
 
-NUM, TARS = 24, 6
+NUM = 24
+TARS = 6
 
 
 @pytest.fixture(autouse=True)

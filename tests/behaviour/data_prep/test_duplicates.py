@@ -68,7 +68,8 @@ def drawn(seed: int) -> Image.Image:
         return image
     if seed % 3 == 1:
         y, x = np.mgrid[:height, :width]
-        pitches, phases = chance.uniform(-12, 12, (3, 2)), chance.uniform(0, 6, 3)
+        pitches = chance.uniform(-12, 12, (3, 2))
+        phases = chance.uniform(0, 6, 3)
         waves = [
             np.sin(x / width * a + y / height * b + c)
             for (a, b), c in zip(pitches, phases, strict=True)
@@ -250,7 +251,7 @@ def corpora(draw: st.DrawFn) -> np.ndarray:
         picture = originals[draw(st.integers(0, 3))].astype(int)
         noise = draw(st.sampled_from([0, 0, 1, 10, 25, 40, 60]))
         random_state = np.random.default_rng(draw(st.integers(0, 5)))
-        picture = picture + random_state.integers(-noise, noise + 1, picture.shape)
+        picture += random_state.integers(-noise, noise + 1, picture.shape)
         made.append(picture[:, ::-1] if draw(st.booleans()) else picture)
     stacked = np.array(made).reshape(-1, SIDE_PX, SIDE_PX)
     return picture_descriptors(stacked.clip(0, 255).astype(np.uint8))
@@ -265,7 +266,8 @@ def test_the_search_finds_the_nearest_of_all_pairs(
     with mock.patch.multiple(search, MAX_PAIRS=max_pairs, BATCH_ROWS=3):
         found = nearest_similar(descriptors)
     for i, other in enumerate(found):
-        before, own = descriptors[:i], descriptors[[i]].repeat(i, axis=0)
+        before = descriptors[:i]
+        own = descriptors[[i]].repeat(i, axis=0)
         equal = np.flatnonzero((before == own).all(axis=1))
         alike = likenesses(before, own)
         if not has_contrast(descriptors[[i]])[0] or not (len(equal) or alike.any()):

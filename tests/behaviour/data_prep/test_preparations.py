@@ -240,7 +240,8 @@ def test_a_split_without_a_sound_file_is_refused(tmp_path):
 def test_only_bad_images_count_against_the_limit():
     """Among files named like images; nor do those that the settings leave out."""
     reasons = ["bad_pixels"] * 2 + [None] * 8 + ["other_name", "hidden"] * 500
-    sums, left = Outcomes(), Outcomes()
+    sums = Outcomes()
+    left = Outcomes()
     table = pa.table({"path": list(map(str, range(len(reasons)))), "reason": reasons})
     sums.add(table)
     sums.check(max_bad_fraction=0.2, num_images=10)
@@ -255,7 +256,8 @@ def test_only_bad_images_count_against_the_limit():
 
 
 def test_a_shard_is_written_without_holding_its_images(tmp_path):
-    comment, image = b"\xff\xfe\xff\xff" + bytes(65_533), encoded("JPEG", seed=0)
+    comment = b"\xff\xfe\xff\xff" + bytes(65_533)
+    image = encoded("JPEG", seed=0)
     (tmp_path / "images/cat").mkdir(parents=True)
     for number in range(16):
         (tmp_path / f"images/cat/{number}.jpg").write_bytes(
@@ -302,10 +304,8 @@ def test_outages_while_reading_reject_no_file(code: int, tmp_path, monkeypatch):
 
 
 def test_a_listing_that_is_cut_off_keeps_the_work(tmp_path, monkeypatch):
-    run, listed = (
-        run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards"),
-        ImageFolder.inputs,
-    )
+    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+    listed = ImageFolder.inputs
 
     def lost(*arguments: object, **options: object) -> Iterator[Any]:
         yield from ()

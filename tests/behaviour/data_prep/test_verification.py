@@ -72,7 +72,8 @@ def test_tars_behind_a_url_are_refused_and_not_called_damaged(shards: Path):
 
 
 def test_a_cut_at_every_offset_is_found(shards: Path):
-    check, num_bytes = check_of_first(shards), (shards / TRAIN).stat().st_size
+    check = check_of_first(shards)
+    num_bytes = (shards / TRAIN).stat().st_size
     with open(shards / TRAIN, "r+b") as file:
         for size in reversed(range(num_bytes)):
             file.truncate(size)
@@ -83,7 +84,8 @@ def test_a_cut_at_every_offset_is_found(shards: Path):
 
 
 def test_a_changed_byte_at_every_offset_is_found(shards: Path):
-    check, whole = check_of_first(shards), (shards / TRAIN).read_bytes()
+    check = check_of_first(shards)
+    whole = (shards / TRAIN).read_bytes()
     with open(shards / TRAIN, "r+b", buffering=0) as file:
         for offset in range(0, len(whole)):
             file.seek(offset)
@@ -197,7 +199,8 @@ def test_the_samples_of_ledger_and_index_are_compared_in_pieces(
 def test_memory_does_not_grow_with_the_samples(tmp_path, monkeypatch):
     """At most 60 bytes a row: Arrow's peak and Python's, over all that sees every row."""
     monkeypatch.setattr("data_prep.verification.BATCH_ROWS", 1_000)
-    num, per_tar = 100_000, 2_000
+    num = 100_000
+    per_tar = 2_000
     folder = tmp_path / "shards"
     make_shard_folder(folder)
     schema = pq.read_schema(folder / "ledger.parquet")
@@ -246,12 +249,14 @@ def test_memory_does_not_grow_with_the_samples(tmp_path, monkeypatch):
 @every(reader="verification, source")
 def test_a_parquet_file_is_never_held_as_a_whole(reader: str, tmp_path):
     """Random bytes, which do not get smaller in the file: 8 MB in 32 groups of rows."""
-    path, num = tmp_path / "rows.parquet", 8_000
+    path = tmp_path / "rows.parquet"
+    num = 8_000
     table = pa.table({"image": [random.randbytes(1000) for _ in range(num)]})
     pq.write_table(table, path, row_group_size=num // 32)
     del table
     before = pa.total_allocated_bytes()
-    peak, seen = before, 0
+    peak = before
+    seen = 0
     with pq.ParquetFile(path) as file:
         pieces = (
             _batches(path)

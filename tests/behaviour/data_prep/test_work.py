@@ -81,7 +81,8 @@ def test_claims_of_silent_processes_are_taken_over(
     work: WorkFolder, skew_s: float, monkeypatch
 ):
     """By the file system's clock. In a new container the ids of a dead one live again."""
-    here, old = socket.gethostname(), 65.0
+    here = socket.gethostname()
+    old = 65.0
     names = {
         process(work, f"{here}-1", os.getpid(), age_s=old): True,
         process(work, f"{here}-2", os.getpid()): False,

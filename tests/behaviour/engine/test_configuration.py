@@ -14,7 +14,9 @@ from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.models import costs
 from vitscale.models.settings import ViTSettings
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 
 
 def config(
@@ -44,7 +46,8 @@ def test_raw_keys_are_merged_over_the_generated_ones():
         "bf16": {"enabled": 1},
         "dump_state": 1,
     }
-    plain, found = config(FP32), config(FP32, **raw)
+    plain = config(FP32)
+    found = config(FP32, **raw)
     assert found == plain | raw | {
         "zero_optimization": plain["zero_optimization"] | {"reduce_bucket_size": 7}
     }

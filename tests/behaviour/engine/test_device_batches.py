@@ -13,7 +13,8 @@ from vitscale.config.errors import RankError
 from vitscale.data.loader import Batch
 from vitscale.engine.device_batches import DeviceBatches
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 1)
 
 
 def numbered(num: int, *, error: Exception | None = None) -> Iterator[Batch]:

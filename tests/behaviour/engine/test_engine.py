@@ -161,10 +161,8 @@ def test_another_release_of_deepspeed_is_refused(world: World, monkeypatch):
 
 def calls_of(loop: Any) -> int:
     """Of the third update; the first ones fill tables."""
-    images, labels = (
-        torch.zeros(2, 3, 32, 32, dtype=torch.uint8),
-        torch.zeros(2, dtype=torch.long),
-    )
+    images = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
+    labels = torch.zeros(2, dtype=torch.long)
     for step in range(2):
         loop.step(step, images, labels)
     with Calls() as calls:

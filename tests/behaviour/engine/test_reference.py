@@ -112,7 +112,8 @@ def test_all_optimisers_objectives_and_losses_are_tasks():
 
 def test_the_reference_can_tell(trained: Trained):
     """A run at another rate, by a thousandth, is not the reference's."""
-    ours, right = trained(CONTROL), train_reference(*ALL[CONTROL])
+    ours = trained(CONTROL)
+    right = train_reference(*ALL[CONTROL])
     moved = {key: value * (1 + 1e-3) for key, value in ours.weights.items()}
     with pytest.raises(AssertionError):
         check("sgd", Result(**{**vars(ours), "weights": moved}), right, exact=True)

@@ -89,7 +89,8 @@ def group() -> Iterator[None]:
 """)
 def test_the_interval_equals_scipys(count: int, images: int):
     expected = binomtest(count, images).proportion_ci(method="wilson")
-    share, none = Share(count, images), Share(0, 0)
+    share = Share(count, images)
+    none = Share(0, 0)
     assert share == count / images and share.images == images
     assert share.interval() == pytest.approx((expected.low, expected.high), abs=1e-12)
     assert all(map(math.isnan, (none, *none.interval())))
@@ -144,8 +145,10 @@ def test_features_are_computed_once_whoever_asks():
 
 def test_features_of_earlier_weights_are_never_used():
     """Nor where an evaluation was left half way."""
-    train, test = clusters(name="train"), clusters(name="test")
-    subject, knn = array_subject(train, test), [Knn(KnnSettings()), Knn(KnnSettings())]
+    train = clusters(name="train")
+    test = clusters(name="test")
+    subject = array_subject(train, test)
+    knn = [Knn(KnnSettings()), Knn(KnnSettings())]
     assert list(results(knn, subject)) == [{"knn_top1": 1.0}] * 2
     test.values = test.values.roll(1, dims=0)  # as other weights give them
     half = results(knn, subject)
@@ -156,7 +159,8 @@ def test_features_of_earlier_weights_are_never_used():
 
 
 def test_parts_of_a_training_set_are_numbered_through():
-    split, other = train_split(), split_of(torch.ones(4, 5), [2, 1, 0, 2])
+    split = train_split()
+    other = split_of(torch.ones(4, 5), [2, 1, 0, 2])
     subject = array_subject((split, other), other)
     found = subject.features("train", samples=np.array([29, 30, 32]))
     assert found.samples.tolist() == [29, 30, 32]
@@ -185,7 +189,8 @@ def scheduled(chosen: Any, subject: Subject, **options: Any) -> ScheduledEvaluat
 
 
 class FakeEngine:
-    training, value = True, 1.0
+    training = True
+    value = 1.0
 
     def __init__(self) -> None:
         self.folders: list[Path] = []
@@ -216,11 +221,9 @@ def test_each_evaluation_runs_at_its_own_interval_and_last(monkeypatch):
     due = [step for step in range(1, 10) if evaluations.due(step, is_last=step == 9)]
     assert due == [4, 8, 9]
     found = [evaluations.run(4, is_last=False), evaluations.run(9, is_last=True)]
-    a, b, of_average = (
-        {"val/a_value": 1.0},
-        {"val/b_value": 1.0},
-        {"val/ema_a_value": 2.0},
-    )
+    a = {"val/a_value": 1.0}
+    b = {"val/b_value": 1.0}
+    of_average = {"val/ema_a_value": 2.0}
     assert list(map(list, found)) == [
         [a, of_average],
         [a, b, of_average, {"val/ema_b_value": 2.0}],
@@ -234,7 +237,8 @@ def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers():
     logits = torch.zeros(4, 2)
     logits[3, 1] = math.nan  # the padding of its batch, too
     engine: Any = FakeEngine()
-    engine.world, engine.known_outputs = WORLD, ("logits",)
+    engine.world = WORLD
+    engine.known_outputs = ("logits",)
     subject = replace(given_outputs(logits, [0, 1, 0, 1]), model=engine)
     chosen = [ClassificationSettings(every_steps=4)]
     evaluations = scheduled(chosen, subject, has_average=False)
@@ -315,7 +319,8 @@ def test_metrics_equal_brute_force(num_classes: int):
     at1 = at5 = loss = 0.0
     for row, label in zip(logits.tolist(), labels, strict=True):
         better = sum(value > row[label] for value in row)
-        at1, at5 = at1 + (better < 1), at5 + (better < 5)
+        at1 += better < 1
+        at5 += better < 5
         loss += math.log(sum(map(math.exp, row))) - row[label]
     expected = {"top1": at1 / NUM, "loss": loss / NUM}
     if num_classes > 5:
@@ -337,10 +342,8 @@ def test_each_head_of_a_distilled_model_is_counted():
     given = given_outputs(torch.zeros(4, 3), [0, 1, 2, 0], **names)
     evaluation.start(replace(given, model=model))
     heads_2BC = heads_2BC[:, :, [2, 0, 1]]
-    labels_B, weights_B = (
-        torch.tensor([0, 1, 2, 0]),
-        torch.tensor([1.0, 1, 1, 0]),
-    )  # one is padding
+    labels_B = torch.tensor([0, 1, 2, 0])
+    weights_B = torch.tensor([1.0, 1, 1, 0])  # one is padding
     evaluation.add(
         Outputs(heads_2BC.mean(dim=0), labels_B, weights_B, np.arange(4), heads_2BC)
     )
@@ -473,7 +476,8 @@ def test_named_sets_are_timms_index_lists(name: Any):
 def test_classes_that_the_shards_lack_compete_too():
     first, second = known_space("imagenet_a")[:2]
     logits = torch.zeros(1, 1000)
-    logits[0, IMAGENET.index(first)], logits[0, IMAGENET.index(second)] = 1.0, 2.0
+    logits[0, IMAGENET.index(first)] = 1.0
+    logits[0, IMAGENET.index(second)] = 2.0
     logits[0, 0] = 3.0  # not in ImageNet-A
     subject = given_outputs(logits, [0], classes=(first,))
     assert subset(classes="shards").metrics(subject) == {"subset_top1": 1.0}
@@ -541,7 +545,8 @@ def test_other_keys_are_refused(tmp_path, key: str):
 
 # ---- kNN ----------------------------------------------------------------------------------------
 
-TEMPERATURE, CLASSES = 0.07, 4
+TEMPERATURE = 0.07
+CLASSES = 4
 
 
 def normalized(rows: int, *, seed: int) -> torch.Tensor:
@@ -566,7 +571,8 @@ def brute_force(
 
 @every(num_bank="60, 4")
 def test_every_k_equals_brute_force(num_bank: int):
-    bank, queries = 3 * normalized(num_bank, seed=0), 2 * normalized(40, seed=1)
+    bank = 3 * normalized(num_bank, seed=0)
+    queries = 2 * normalized(40, seed=1)
     labels = [number % CLASSES for number in range(num_bank)]
     truth = [number % CLASSES for number in range(40)]
     subject = array_subject(split_of(bank, labels), split_of(queries, truth))
@@ -601,8 +607,10 @@ def direct_scores(
     train: np.ndarray, labels: np.ndarray, test: np.ndarray, *, num_classes: int
 ) -> np.ndarray:
     """The normal equations in float64, solved by LU, with a penalty of 1024."""
-    train, test = train.astype(np.float64), test.astype(np.float64)
-    mean, std = train.mean(axis=0), train.std(axis=0) + 1e-5
+    train = train.astype(np.float64)
+    test = test.astype(np.float64)
+    mean = train.mean(axis=0)
+    std = train.std(axis=0) + 1e-5
     x, z = (
         np.concatenate([(rows - mean) / std, np.full((len(rows), 1), 100.0)], axis=1)
         for rows in (train, test)
@@ -634,7 +642,8 @@ def test_draws_are_those_of_big_vision_and_nested():
     expected = [random.permutation(np.where(LABELS == label)[0]) for label in (0, 2, 4)]
     orders = class_orders(LABELS, seed=1)
     assert [each.tolist() for each in orders] == [each.tolist() for each in expected]
-    three, one = first_of_each(orders, 3), first_of_each(orders, 1)
+    three = first_of_each(orders, 3)
+    one = first_of_each(orders, 1)
     assert set(one) < set(three)
     assert np.bincount(LABELS[three]).tolist() == [
         3,
@@ -715,7 +724,8 @@ def test_the_best_head_separates_clusters():
 
 def test_the_reported_split_does_not_choose():
     """Its labels are shifted: the rate that learns nothing would look better on it."""
-    train, test = clusters(name="train"), clusters(name="test")
+    train = clusters(name="train")
+    test = clusters(name="test")
     test.label = (test.label + 1) % 3
     found = probe().metrics(array_subject(train, test))
     assert (found["linear_top1"], found["linear_dev_top1"], found["linear_lr"]) == (
@@ -743,7 +753,10 @@ def test_heads_on_blocks_see_four_choices_of_columns():
         probe(inputs="blocks").check(subject)
 
 
-THREE_RATES, STEPS, BATCH, CHOSEN = (0.01, 0.5, 3.0), 12, 16, np.arange(2, 38)
+THREE_RATES = (0.01, 0.5, 3.0)
+STEPS = 12
+BATCH = 16
+CHOSEN = np.arange(2, 38)
 
 
 def test_heads_equal_torch_sgd():

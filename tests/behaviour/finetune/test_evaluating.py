@@ -205,7 +205,8 @@ def test_tables_of_ranks_are_joined_in_the_memory_of_one_row_group(tmp_path):
     with pq.ParquetWriter(tmp_path / "0", table.schema) as writer:
         for _ in range(9):
             writer.write_table(table)
-    used, before = [], pa.total_allocated_bytes()
+    used = []
+    before = pa.total_allocated_bytes()
     for _ in predicting._row_groups([pq.ParquetFile(tmp_path / "0")]):
         used.append(pa.total_allocated_bytes() - before)
     assert max(used) < 3 * table.nbytes
@@ -213,10 +214,8 @@ def test_tables_of_ranks_are_joined_in_the_memory_of_one_row_group(tmp_path):
 
 def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path):
     """Words on one side, WordNet's ids on the other."""
-    ids, words = (
-        ("n01440764", "n01443537"),
-        ("goldfish, Carassius auratus", "tench, Tinca tinca"),
-    )
+    ids = ("n01440764", "n01443537")
+    words = ("goldfish, Carassius auratus", "tench, Tinca tinca")
     make_shard_folder(tmp_path / "fish", lengths={"test": (4,)}, classes=ids)
     folder = saved(tmp_path / "model", small_model(num_classes=2, classes=words))
     lines, rows = predicted(folder, tmp_path / "fish", tmp_path)

@@ -97,7 +97,8 @@ def test_exported_folders_are_read_back_as_they_are(
     finally:
         os.umask(umask)
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
-    path, own = folder / f"model.{to}", loaded.network.state_dict()
+    path = folder / f"model.{to}"
+    own = loaded.network.state_dict()
     tensors = read_weights(path).tensors
     assert tensors.keys() == own.keys()
     assert all(torch.equal(tensors[name], own[name]) for name in own)
@@ -107,10 +108,8 @@ def test_exported_folders_are_read_back_as_they_are(
     assert (found.arch, found.preprocessing) == (loaded.arch, loaded.preprocessing)
     assert found.classes == classes
     # Positions of other image sizes are resampled as in our runs, corners to corners.
-    smaller, positions = (
-        open_model(str(folder), image_size=8),
-        own["pos_embed"][0, -16:],
-    )
+    smaller = open_model(str(folder), image_size=8)
+    positions = own["pos_embed"][0, -16:]
     found_4D = smaller.network.state_dict()["pos_embed"][0, -4:]
     torch.testing.assert_close(found_4D, positions[[0, 3, 12, 15]])
     with torch.no_grad():
@@ -124,7 +123,8 @@ def test_exported_folders_are_read_back_as_they_are(
 
 def test_a_card_has_the_metrics_of_the_exported_weights(tmp_path):
     """The last ones up to the checkpoint's step."""
-    loaded, checkpoint = small_model(), SimpleNamespace(step=20, description={})
+    loaded = small_model()
+    checkpoint = SimpleNamespace(step=20, description={})
     journal = Journal(tmp_path / "run/journal.jsonl", resume_step=0)
     for step, top1 in ((10, 0.25), (20, 0.5), (21, 0.75)):
         journal.append({"val/top1": top1, "train/loss": top1}, step=step)
@@ -172,7 +172,8 @@ def test_what_does_not_fit_is_refused(
 
 @every(to="timm, huggingface, npz, safetensors", shift=[0.01, math.nan])
 def test_other_logits_leave_nothing(to: str, shift: float, tmp_path, monkeypatch):
-    loaded, original = small_model(), EXPORTS[to].write
+    loaded = small_model()
+    original = EXPORTS[to].write
     bias: Any = loaded.network.get_parameter("head.bias").data
 
     def write(self: Format, model: Any, folder: Path) -> None:
@@ -268,7 +269,8 @@ def test_a_graph_gives_the_logits_and_says_what_it_needs(
 # ---- pixels --------------------------------------------------------------------------------------
 
 SIDE = 64
-MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+MEAN = (0.4, 0.5, 0.6)
+STD = (0.2, 0.25, 0.3)
 PHOTO = photograph(250, 187)
 
 

@@ -22,7 +22,8 @@ from vitscale.images.settings import (
     RandAugmentSettings,
 )
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 VARIANTS = yaml.safe_load("""
 timm, erasing:
   randaugment: {num_ops: 2, magnitude: 9, policy: timm, magnitude_std: 0.5}
@@ -85,12 +86,14 @@ def test_any_image_stays_an_image(
 def test_erasing_fills_one_box(mode: str):
     image = torch.full((3, 64, 64), 255, dtype=torch.uint8)
     options = AugmentSettings(erasing=ErasingSettings(probability=0.25, mode=mode))
-    shares, values = [], []
+    shares = []
+    values = []
     for key in range(2000):
         erased = run(image, options, key << 20)
         changed = (erased != 255).any(dim=0)
         if changed.any():
-            rows, columns = changed.any(dim=1).nonzero(), changed.any(dim=0).nonzero()
+            rows = changed.any(dim=1).nonzero()
+            columns = changed.any(dim=0).nonzero()
             box = erased[
                 :, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1
             ]
@@ -249,9 +252,11 @@ def test_augreg_geometry_is_nearest_neighbour(sign: int):
     image = photo(130, seed=2).numpy()
     last = 129
     radians = np.deg2rad(29.1 * sign)
-    cos, sin = np.cos(radians), np.sin(radians)
+    cos = np.cos(radians)
+    sin = np.sin(radians)
     x, y = np.meshgrid(np.arange(130.0), np.arange(130.0))
-    u, v = x - last / 2, y - last / 2
+    u = x - last / 2
+    v = y - last / 2
     places = {
         "shear_x": (x + 0.291 * sign * y, y),
         "shear_y": (x, y + 0.291 * sign * x),
@@ -260,7 +265,8 @@ def test_augreg_geometry_is_nearest_neighbour(sign: int):
         "rotate": (cos * u - sin * v + last / 2, sin * u + cos * v + last / 2),
     }
     for name, (column, row) in places.items():
-        column, row = np.floor(column + 0.5), np.floor(row + 0.5)
+        column = np.floor(column + 0.5)
+        row = np.floor(row + 0.5)
         inside = (column >= 0) & (column <= last) & (row >= 0) & (row <= last)
         expected = np.full_like(image, 128)
         expected[:, inside] = image[

@@ -80,7 +80,8 @@ def test_tf_crops_are_distributed_as_tensorflows():
         box = tf_crop_box(
             width, height, area=(0.05, 1.0), aspect=(0.75, 1.33), random=random
         )
-        area, aspect = box.width * box.height / width / height, box.width / box.height
+        area = box.width * box.height / width / height
+        aspect = box.width / box.height
         boxes.append((area, aspect, box.left / width, box.top / height))
     found = np.array(boxes)
     assert found.mean(axis=0) == pytest.approx([0.332, 1.039, 0.245, 0.2], abs=0.01)
@@ -99,7 +100,8 @@ def test_area_resize_averages_areas(resized: tuple[int, int], size: int):
     rows, columns = resized
     fine = pixels.repeat(rows, axis=0).repeat(columns, axis=1)
     means = fine.reshape(rows, 23, columns, 31, 3).mean(axis=(1, 3)).transpose(2, 0, 1)
-    top, left = (rows - size) // 2, (columns - size) // 2
+    top = (rows - size) // 2
+    left = (columns - size) // 2
     expected = means[:, top : top + size, left : left + size]
     assert own.dtype == torch.uint8 and own.shape == expected.shape
     assert np.abs(own.numpy() - expected).max() <= 0.5 + 1e-3

@@ -241,7 +241,8 @@ def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(tmp_path
 
 def attempts(*endings: tuple[Ending, int], job_id: str = "17") -> list[Attempt]:
     """One attempt for each (ending, steps gained)."""
-    found, step = [], 0
+    found = []
+    step = 0
     for restart, (ending, gained) in enumerate(endings):
         step += gained
         found.append(
@@ -258,7 +259,9 @@ def refusal(found: Sequence[Attempt], *, requeues: int = 9) -> str | None:
     return restart_refusal(found, max_requeues=requeues)
 
 
-FAIL_0, STOP_0, FAIL_5 = (Ending.FAILED, 0), (Ending.STOPPED, 0), (Ending.FAILED, 5)
+FAIL_0 = (Ending.FAILED, 0)
+STOP_0 = (Ending.STOPPED, 0)
+FAIL_5 = (Ending.FAILED, 5)
 
 
 # How attempts ended, with the steps that each gained, and whether another one follows.
@@ -285,7 +288,8 @@ def test_restarts_have_limits(row: list[str]):
 
 
 def test_another_job_and_storage_do_not_count():
-    before, now = attempts(*[FAIL_0] * 4), attempts(FAIL_0, FAIL_0, job_id="18")
+    before = attempts(*[FAIL_0] * 4)
+    now = attempts(FAIL_0, FAIL_0, job_id="18")
     assert refusal(before) is not None and refusal([*before, *now]) is None
     outage = [replace(each, kind=FailureKind.STORAGE) for each in before]
     assert refusal(outage) is None
@@ -307,7 +311,8 @@ def test_two_failures_in_a_row_blame_a_node():
 
 
 def test_storage_is_waited_for(tmp_path, monkeypatch, capsys):
-    folder, pauses = tmp_path / "run", list[float]()
+    folder = tmp_path / "run"
+    pauses = list[float]()
 
     def sleep(seconds: float) -> None:
         pauses.append(seconds)

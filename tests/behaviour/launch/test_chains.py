@@ -114,7 +114,8 @@ def test_a_stage_has_a_run_for_each_combination_and_each_input(folder: Path):
         assert set(step.needs) <= before
         before.add(step.name)
     assert len(before) == 10
-    tuned, evaluations = steps_of(chain, "finetune"), steps_of(chain, "evaluate")
+    tuned = steps_of(chain, "finetune")
+    evaluations = steps_of(chain, "evaluate")
     names = [f"lr-{lr}_seed-{seed}" for lr in (0.01, 0.001) for seed in (3, 4)]
     assert [str(step.folder) for step in tuned] == [
         f"runs/small/finetune/{n}" for n in names

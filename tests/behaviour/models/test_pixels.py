@@ -59,7 +59,8 @@ def largest_difference(ours: Transform, theirs: Transform) -> float:
     """The largest mean difference of an image's pixels, of their deviation."""
     found = []
     for image in PHOTOGRAPHS:
-        own, expected = ours(image), theirs(image)
+        own = ours(image)
+        expected = theirs(image)
         assert own.shape == expected.shape
         found.append(float((own - expected).abs().mean() / expected.std()))
     return max(found)
@@ -117,7 +118,8 @@ refused:
   - [{<<: *bit, size: {shortest_edge: 28}}, crops 32 px of 28 px]
   - [{<<: *vit, image_processor_type: SamImageProcessor}, "image_processor_type 'Sam"]
 """)
-VIT, BIT = PROCESSORS["vit"], PROCESSORS["bit"]
+VIT = PROCESSORS["vit"]
+BIT = PROCESSORS["bit"]
 
 
 def hugging_face(folder: Path, kind: str, processor: Values, **config: Any) -> Path:
@@ -304,7 +306,8 @@ def trained_by_timm(path: Path, arguments: Values, **more: Any) -> Any:
 def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
     tmp_path, change: Values, as_timm: bool
 ):
-    arguments, path = TRAINED | change, tmp_path / "last.pth.tar"
+    arguments = TRAINED | change
+    path = tmp_path / "last.pth.tar"
     theirs = trained_by_timm(path, arguments)
     chosen = None
     if as_timm:
@@ -377,7 +380,8 @@ def test_names_of_compiled_models_are_read(tmp_path, prefix: str, suffix: str):
 
 def test_a_list_beside_a_file_names_its_classes(tmp_path):
     save_file(tiny_weights(), tmp_path / "model.safetensors")
-    path, chosen = str(tmp_path / "model.safetensors"), ViTSettings(num_heads=2)
+    path = str(tmp_path / "model.safetensors")
+    chosen = ViTSettings(num_heads=2)
     (tmp_path / "classes.json").write_text('["cat", "dog", "eel"]')
     assert open_model(path, model=chosen).classes == ("cat", "dog", "eel")
     (tmp_path / "classes.json").write_text('["cat", "dog"]')  # of another model

@@ -67,7 +67,8 @@ def images(size: int = SIZE) -> torch.Tensor:
 @every(name=NAMES)
 @torch.no_grad()
 def test_outputs_and_costs_are_those_of_timm(name: str):
-    model, own = built(name).eval(), plain(name).eval()
+    model = built(name).eval()
+    own = plain(name).eval()
     own.load_state_dict(model.state_dict())
     assert torch.equal(model(images()), own(images()))
     features = own.forward_head(own.forward_features(images()), pre_logits=True)
@@ -124,7 +125,8 @@ def test_rates_and_decay_by_layer_are_those_of_timm(name: str):
 @torch.no_grad()
 def test_images_have_channels_last_on_a_gpu_and_stay_so(name: str, monkeypatch):
     """One layer that made planes of them would undo it for all after it."""
-    model, layouts = built(name).eval(), list[bool]()
+    model = built(name).eval()
+    layouts = list[bool]()
     for module in model.modules():
         if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
             module.register_forward_hook(
@@ -226,10 +228,8 @@ def test_folders_are_read_by_timm_and_here(tmp_path, name: str):
 
 
 def test_transfer_keeps_all_but_the_classifier(tmp_path):
-    source, target = (
-        built("test_convnext", seed=1),
-        built("test_convnext", seed=2, num_classes=3),
-    )
+    source = built("test_convnext", seed=1)
+    target = built("test_convnext", seed=2, num_classes=3)
     fresh = {name: value.clone() for name, value in target.state_dict().items()}
     load(target, source, keep_head=False)
     for name, value in target.state_dict().items():

@@ -70,7 +70,8 @@ def transfer(
     ],
 )
 def test_tokens_carry_over_to_another_grid(options: dict[str, Any], prefix: int):
-    source, target = shaken(**options), shaken(**options, image_size=24)
+    source = shaken(**options)
+    target = shaken(**options, image_size=24)
     assert transfer(target, source) == []
     for name in ("cls_token", "reg_token", "dist_token", "norm.weight"):
         if name in source.state_dict():
@@ -79,12 +80,14 @@ def test_tokens_carry_over_to_another_grid(options: dict[str, Any], prefix: int)
     assert target.pos_embed.shape == (1, prefix + 36, 24)
     assert torch.equal(target.pos_embed[:, :prefix], source.pos_embed[:, :prefix])
     # Align-corners resampling keeps the corners: no other token was taken for a patch.
-    ours, theirs = target.pos_embed[0, prefix:], source.pos_embed[0, prefix:]
+    ours = target.pos_embed[0, prefix:]
+    theirs = source.pos_embed[0, prefix:]
     assert torch.allclose(ours[[0, 5, 30, 35]], theirs[[0, 3, 12, 15]])
 
 
 def test_heads_stay_fresh_unless_kept():
-    source, target = shaken(), shaken(depth=1)
+    source = shaken()
+    target = shaken(depth=1)
     fresh = target.head.weight.clone()
     transfer(target, source)
     assert torch.equal(target.head.weight, fresh) and torch.equal(
@@ -98,7 +101,8 @@ def test_heads_stay_fresh_unless_kept():
 
 def test_what_only_training_or_another_pool_needs_is_left_out_and_named():
     pooled = {"pool": "gap", "class_token": True, "pool_norm": True}
-    source, target = shaken(), shaken(**pooled)
+    source = shaken()
+    target = shaken(**pooled)
     fresh = target.fc_norm.weight.clone()
     decoder = {
         "mask_token": torch.ones(8),
@@ -114,10 +118,8 @@ def test_what_only_training_or_another_pool_needs_is_left_out_and_named():
 
 
 def test_fixed_positions_are_computed_for_the_new_grid():
-    source, target = (
-        shaken(positions="sincos2d"),
-        shaken(positions="sincos2d", image_size=24),
-    )
+    source = shaken(positions="sincos2d")
+    target = shaken(positions="sincos2d", image_size=24)
     transfer(target, source)
     assert torch.equal(target.pos_embed[0], sincos_position_embedding((6, 6), width=24))
     source = shaken(positions="sincos2d_mae")
@@ -138,10 +140,8 @@ def test_fixed_positions_are_computed_for_the_new_grid():
 
 @every(with_position="true, false")
 def test_adding_or_removing_the_class_position_keeps_features(with_position: bool):
-    source, target = (
-        shaken(class_position=with_position),
-        shaken(class_position=not with_position),
-    )
+    source = shaken(class_position=with_position)
+    target = shaken(class_position=not with_position)
     before = target.forward_features(IMAGES)
     transfer(target, source)
     features = target.forward_features(IMAGES)
@@ -150,7 +150,8 @@ def test_adding_or_removing_the_class_position_keeps_features(with_position: boo
 
 
 def test_a_model_sees_upsized_patches_as_their_originals():
-    source, target = shaken(), shaken(patch_size=8, image_size=32)
+    source = shaken()
+    target = shaken(patch_size=8, image_size=32)
     transfer(target, source, keep_head=True, resize_patches=True)
     patches = IMAGES.unfold(2, 4, 4).unfold(3, 4, 4).reshape(2, 48, 4, 4)
     upsized = F.interpolate(patches, size=(8, 8), mode="bilinear").reshape(
@@ -251,7 +252,8 @@ def cubic(
         return matrix
 
     rows, columns, _ = grid_RCD.shape
-    along_rows, along_columns = weights(rows, size[0]), weights(columns, size[1])
+    along_rows = weights(rows, size[0])
+    along_columns = weights(columns, size[1])
     grid = grid_RCD.double().numpy()
     return torch.from_numpy(
         np.einsum("ir,jc,rcd->ijd", along_rows, along_columns, grid)

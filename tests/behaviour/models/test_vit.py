@@ -70,13 +70,15 @@ OPTIONS = yaml.safe_load("""
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @torch.no_grad()
 def test_forward_and_count_equal_independent_references(options: Values):
-    model, arch = shaken(**options), arch_of(**options)
+    model = shaken(**options)
+    arch = arch_of(**options)
     weights = {**dict(model.named_parameters()), "pos_embed": model.pos_embed}
     facts = {"gelu": arch.gelu, "eps": arch.layer_norm_eps, "pool": arch.pool}
     logits = model(PIXELS.double())
     expected = vit_logits(weights, PIXELS.double(), **facts)
     assert torch.allclose(logits, expected, atol=1e-10)
-    embedding, images = model.patch_embed.proj, PIXELS.double()[:, :, :12]
+    embedding = model.patch_embed.proj
+    images = PIXELS.double()[:, :, :12]
     assert torch.allclose(embedding.product(images), embedding(images), atol=1e-12)
     # The comparison is sensitive: another GELU or another eps fails.
     for wrong in ({"gelu": "erf" if arch.gelu == "tanh" else "tanh"}, {"eps": 3e-6}):
@@ -117,7 +119,8 @@ def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int):
 """)
 def test_options_do_not_change_the_other_weights_of_a_seed(options: Values):
     alike = {key: options[key] for key in options if key == "class_position"}
-    plain, changed = small(**alike).state_dict(), small(**options).state_dict()
+    plain = small(**alike).state_dict()
+    changed = small(**options).state_dict()
     different = [name for name in plain if not torch.equal(plain[name], changed[name])]
     assert different == (["head.weight"] if "head_std" in options else [])
 
@@ -217,7 +220,8 @@ def test_blocks_of_different_rates_are_compiled_once():
     model(PIXELS).sum().backward()
     # Without drop path in the first block, with it in the others.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    ones, drop = torch.ones(20_000, 1, 1), SharedDropPath(0.3)
+    ones = torch.ones(20_000, 1, 1)
+    drop = SharedDropPath(0.3)
     found = drop(ones)
     assert set(found.unique().tolist()) == {0.0, torch.tensor(1 / 0.7).item()}
     assert abs((found == 0).float().mean().item() - 0.3) < 0.02
@@ -453,25 +457,28 @@ def vit_logits(
             x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps
         )
 
-    kernel, bias = w["patch_embed.proj.weight"], w["patch_embed.proj.bias"]
+    kernel = w["patch_embed.proj.weight"]
+    bias = w["patch_embed.proj.bias"]
     x = F.conv2d(images, kernel, bias, stride=kernel.shape[-1]).flatten(2).mT
-    num, each = x.shape[1], (len(x), -1, -1)
+    num = x.shape[1]
+    each = (len(x), -1, -1)
     prefix = [w["cls_token"].expand(each)] if "cls_token" in w else []
     if w["pos_embed"].shape[1] == num:
         x = torch.cat([*prefix, x + w["pos_embed"]], dim=1)
     else:
         x = torch.cat([*prefix, x], dim=1) + w["pos_embed"]
     if "reg_token" in w:
-        first, rest = x[:, : len(prefix)], x[:, len(prefix) :]
+        first = x[:, : len(prefix)]
+        rest = x[:, len(prefix) :]
         x = torch.cat([first, w["reg_token"].expand(each), rest], dim=1)
     for of in ("blocks.0", "blocks.1"):
         qkv = dense(f"{of}.attn.qkv", norm(f"{of}.norm1", x)).chunk(3, dim=-1)
         q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in qkv)
         shares = (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1)
-        x = x + dense(f"{of}.attn.proj", (shares @ v).transpose(1, 2).flatten(2))
+        x += dense(f"{of}.attn.proj", (shares @ v).transpose(1, 2).flatten(2))
         hidden = dense(f"{of}.mlp.fc1", norm(f"{of}.norm2", x))
         active = F.gelu(hidden, approximate="tanh" if gelu == "tanh" else "none")
-        x = x + dense(f"{of}.mlp.fc2", active)
+        x += dense(f"{of}.mlp.fc2", active)
     x = norm("norm", x) if "norm.weight" in w else x
     mean = x[:, -num:].mean(dim=1)
     features = {"gap": mean, "cls_mean": torch.cat([x[:, 0], mean], dim=1)}.get(

@@ -169,10 +169,8 @@ def test_other_vits_of_timm_are_of_its_family(tmp_path, name: str, more: Values)
 @every(name="deit3_small_patch16_224, vit_small_patch14_reg4_dinov2")
 def test_a_bare_file_needs_only_its_heads(tmp_path, name: str):
     """Its width of 32 is of no known model. Positions are resampled to another image size."""
-    theirs, path = (
-        shaken(timm.create_model(name, **TIMM)),
-        str(tmp_path / "bare.safetensors"),
-    )
+    theirs = shaken(timm.create_model(name, **TIMM))
+    path = str(tmp_path / "bare.safetensors")
     weights = theirs.state_dict()
     if name.startswith("deit3"):  # its authors' names
         scales = [name for name in weights if ".ls" in name]
@@ -265,7 +263,8 @@ def test_positions_form_a_square(tmp_path):
 def test_stored_weights_still_give_the_logits_of_their_libraries(kind: str):
     folder = FOLDER / "weights" / kind
     expected = json.loads((folder / "expected.json").read_text())
-    path, numbers = folder / "model.npz", torch.arange(2 * 3 * 8 * 8)
+    path = folder / "model.npz"
+    numbers = torch.arange(2 * 3 * 8 * 8)
     loaded = open_model(str(path if path.exists() else folder))
     images = ((numbers * numbers * 37 + numbers * 11) % 255 / 127 - 1).reshape(
         2, 3, 8, 8
@@ -352,7 +351,8 @@ class Trap:
     """Unpickled, it would create a file."""
 
     def __init__(self, path: Path, make: Any = Path.touch) -> None:
-        self.path, self.make = path, make
+        self.path = path
+        self.make = make
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (self.make, (self.path,))
@@ -361,7 +361,8 @@ class Trap:
 # torch words it otherwise for modules that it always refuses, such as os.
 @every(kind="zip, old, os, npz")
 def test_pickles_that_run_code_are_refused_unread(tmp_path, kind: str):
-    sprung, path = tmp_path / "sprung", tmp_path / "trap.pth"
+    sprung = tmp_path / "sprung"
+    path = tmp_path / "trap.pth"
     if kind == "npz":
         path = npz(
             tmp_path / "trap.npz",

@@ -95,7 +95,8 @@ def num_runs(store: Store) -> int:
 def test_a_copy_that_goes_on_is_another_run(
     same_name: bool, in_mlflow_before: bool, tmp_path, uri: str, store: Store
 ):
-    base, branch = tmp_path / "base", tmp_path / "branch"
+    base = tmp_path / "base"
+    branch = tmp_path / "branch"
     train(base, last=30, uri=uri if in_mlflow_before else None)
     shutil.copytree(base, branch)
     train(branch, first=20, last=60, value=2.0, name="base" if same_name else "branch")
@@ -137,7 +138,8 @@ def test_copies_that_only_lie_there_are_runs_of_their_own(
 
 
 def test_a_moved_folder_stays_the_same_run(tmp_path, uri: str, store: Store):
-    base, there = tmp_path / "base", tmp_path / "elsewhere/base"
+    base = tmp_path / "base"
+    there = tmp_path / "elsewhere/base"
     train(base, last=30)
     run_id = send(base, uri)
     there.parent.mkdir()
@@ -169,7 +171,8 @@ def test_folders_that_cannot_see_each_other_never_share_a_run(
     tmp_path, uri: str, store: Store
 ):
     """A copy on another machine: the path of the original is not there."""
-    base, far = tmp_path / "base", tmp_path / "far"
+    base = tmp_path / "base"
+    far = tmp_path / "far"
     train(base, last=30)
     first = send(base, uri)
     shutil.copytree(base, far)
@@ -250,7 +253,8 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
 
 
 def test_compared_runs_are_read_as_logged_and_once(tmp_path, uri: str):
-    old, new = tmp_path / "old", tmp_path / "new"
+    old = tmp_path / "old"
+    new = tmp_path / "new"
     for folder, value in ((old, 1.0), (new, math.inf)):
         train(folder, last=10, value=value)
         send(folder, uri)
@@ -283,7 +287,8 @@ def add_experiments(store: Store, num: int) -> None:
 def test_a_run_is_found_among_thousands_of_experiments(
     tmp_path, uri: str, store: Store
 ):
-    parent, child = tmp_path / "parent", tmp_path / "child"
+    parent = tmp_path / "parent"
+    child = tmp_path / "child"
     train(parent, last=30)
     first = send(parent, uri)
     moved = MlflowRun(parent, uri, experiment="mine", say=print).run_id

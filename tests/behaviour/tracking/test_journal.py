@@ -107,7 +107,8 @@ def test_any_number_survives_as_strict_json_beside_invalid_lines(
 
 def test_lines_survive_power_loss_from_a_flush(tmp_path, monkeypatch):
     """And the file's name from the start: the folder's fsync."""
-    path, flushed = tmp_path / "run/journal.jsonl", list[tuple[str, int]]()
+    path = tmp_path / "run/journal.jsonl"
+    flushed = list[tuple[str, int]]()
     fsync = os.fsync
 
     def record(fd: int) -> None:

@@ -120,9 +120,11 @@ def test_images_of_an_evaluation_set_are_found(
     write(seen / "equal.png", encoded(picture(4), "PNG"))
     write(seen / "new.jpg", photo(5000))
     (seen / "notes.txt").write_text("no image")
-    other, name = seen.parent, f"{seen}/{{}}"
+    other = seen.parent
+    name = f"{seen}/{{}}"
     if as_shards:
-        other, name = tmp_path / "other", f"{tmp_path}/other/train-x-{{}}"
+        other = tmp_path / "other"
+        name = f"{tmp_path}/other/train-x-{{}}"
         make_shards(tmp_path / "evaluation", other, *CHECKS)
         find(
             other,
@@ -184,11 +186,13 @@ def test_shards_are_made_and_trained_on_without_copies(
 ):
     source, shards = made
     find(shards, "--similar", "--output", tmp_path / "found")
-    table, keys = tmp_path / "found/duplicates.parquet", tmp_path / "found/keep.txt"
+    table = tmp_path / "found/duplicates.parquet"
+    keys = tmp_path / "found/keep.txt"
     text = make_shards(
         source, tmp_path / "again", SPLITS, *CHECKS, f"source.leave_out={table}"
     )
-    found, rows = rows_of(tmp_path / "found"), ledger(tmp_path / "again")
+    found = rows_of(tmp_path / "found")
+    rows = ledger(tmp_path / "again")
     reasons = {path: row["reason"] for path, row in rows.items()}
     assert reasons == {
         path: None if row["keep"] else "left_out" for path, row in found.items()
@@ -196,7 +200,8 @@ def test_shards_are_made_and_trained_on_without_copies(
     assert {path: row["detail"] for path, row in rows.items()} == {
         path: row["copy_of"] for path, row in found.items()
     }
-    num, kept = len(rows), NUM_PICTURES + len(COPIES)
+    num = len(rows)
+    kept = NUM_PICTURES + len(COPIES)
     assert f"{num} inputs = {kept} kept + {num - kept} rejected" in text
     samples = {
         name: e.num_samples

@@ -139,7 +139,8 @@ def contents(folder: Path) -> dict[str, Any]:
 
 @every(kind=[*KINDS, "held out"])
 def test_shards_keep_their_bytes(kind: str, golden: Golden, tmp_path):
-    source, shards = tmp_path / "in", tmp_path / "out"
+    source = tmp_path / "in"
+    shards = tmp_path / "out"
     if kind == "held out":
         image_folder(source)
         make_shards(source / "train", shards, *HELD_OUT)

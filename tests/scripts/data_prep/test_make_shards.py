@@ -51,7 +51,8 @@ def test_order_of_creation_does_not_change_the_shards(
     subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True
     )
-    made_again, made_first = contents(tmp_path / "again"), contents(shards)
+    made_again = contents(tmp_path / "again")
+    made_first = contents(shards)
     manifests = [
         json.loads(each.pop("manifest.json")) for each in (made_again, made_first)
     ]

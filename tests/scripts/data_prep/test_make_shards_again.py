@@ -54,7 +54,8 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
     source = corpus(tmp_path / "images", num=100, side=96)
     many_shards = "shards.min_shards=10"
     make_shards(source, tmp_path / "whole", many_shards)
-    half, folder = tmp_path / "half", tmp_path / ".half.preparing"
+    half = tmp_path / "half"
+    folder = tmp_path / ".half.preparing"
     finished: set[Path] = set()
     # Killed once in each phase: after it made its first file. What it made stays as it is.
     for made in ("list/*.arrow", "rows.arrow", "tars/*.arrow"):

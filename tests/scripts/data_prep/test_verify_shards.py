@@ -72,7 +72,8 @@ def test_the_loader_uses_them_and_gives_the_same_pixels(
         return crop(self, data, request, out=out)
 
     monkeypatch.setattr(RegionDecoder, "crop", counted)
-    pixels, num_given = [], []
+    pixels = []
+    num_given = []
     for folder in folders:
         given.clear()
         data = DataSettings(

@@ -87,10 +87,8 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path, mlflow_database: Path
     sent = run_compare(tmp_path, "sync", "stored", "--uri", uri)
     assert sent.returncode == 0, sent.stderr
     run_id = sent.stdout.partition("; run ")[2].split()[0]
-    here, there = (
-        run_compare(tmp_path, "stored"),
-        run_compare(tmp_path, "stored", "--uri", uri),
-    )
+    here = run_compare(tmp_path, "stored")
+    there = run_compare(tmp_path, "stored", "--uri", uri)
     origins = re.findall(r"stored +(\d{4}-\d\d-\d\d.*)", here.stdout + there.stdout)
     assert len(origins) == 2 and len(set(origins)) == 1
     assert "; digits, 9 images;" in origins[0]

@@ -14,7 +14,8 @@ from tests.support.ranks.fault_runs import wait_all
 from tests.support.ranks.warm_ranks import ROOT, WarmStarter
 
 WEIGHTS = FOLDER / "weights"
-NPZ, SAFETENSORS = WEIGHTS / "google/model.npz", WEIGHTS / "timm/model.safetensors"
+NPZ = WEIGHTS / "google/model.npz"
+SAFETENSORS = WEIGHTS / "timm/model.safetensors"
 # Weights in a file do not tell their heads where Google's do.
 NUM_HEADS = "model={name: vit, num_heads: 2}"
 FINETUNE = """\
@@ -59,7 +60,8 @@ class Scripts:
         self, name: str, *words: str | Path, num_ranks: int = 1
     ) -> tuple[Path, dict[str, list[float]]]:
         """Train for two steps; the run folder, and the values of each metric."""
-        config, run = self.folder / f"{name}.yaml", self.folder / name
+        config = self.folder / f"{name}.yaml"
+        run = self.folder / name
         config.write_text(FINETUNE)
         given = (f"data.path={self.shards}", f"output={run}")
         self.run("main", "--config", config, *given, *words, num_ranks=num_ranks)

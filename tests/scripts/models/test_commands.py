@@ -225,11 +225,13 @@ def test_every_format_is_exported_with_a_card(scripts: Scripts, from_npz: Run):
 
 def test_own_code_predicts_as_the_command(scripts: Scripts, from_npz: Run, tmp_path):
     """Of a run and its export: files, one turned by its EXIF, and shards by a worker of torch."""
-    turned, exif = tmp_path / "turned.jpg", Image.Exif()
+    turned = tmp_path / "turned.jpg"
+    exif = Image.Exif()
     exif[274] = 6
     with Image.open(scripts.images / "1.jpg") as image:
         image.resize((40, 30)).save(turned, exif=exif)
-    paths, exported = [*sorted(scripts.images.iterdir()), turned], tmp_path / "exported"
+    paths = [*sorted(scripts.images.iterdir()), turned]
+    exported = tmp_path / "exported"
     scripts.run("export", f"init={from_npz[0]}", "--to", "timm", exported)
     for wrong, message in yaml.safe_load(r"""
     - [{model: {width: 3, dept: 2}}, 'model.dept: unknown .*\n.*\n.*model.depth']

@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 BANK = "{name: knn, k: 7, also_k: [100], max_bank_images: 300}, {name: few_shot, shots: [1, 5]}"
 LINEAR = "name: linear_heads, steps: 40, batch: 64, learning_rates: [0.001, 0.1]"
-FEATURES, BLOCKS = f"{BANK}, {{{LINEAR}}}", f"{BANK}, {{{LINEAR}, inputs: blocks}}"
+FEATURES = f"{BANK}, {{{LINEAR}}}"
+BLOCKS = f"{BANK}, {{{LINEAR}, inputs: blocks}}"
 LOGITS = "{name: classification}, {name: confusion}"
 FILES = {"calibration.csv", "confusion.csv", "per_class.csv", "worst_classes.png"}
 SHORT = """
@@ -122,7 +123,8 @@ def test_the_average_is_the_same_on_one_rank_and_two(
     assert tables[0] == tables[1] and "95 % interval" in tables[0]
     for files in (tmp_path / "2/out/evaluation", supervised / "evaluation/ema"):
         assert {path.name for path in files.iterdir()} == FILES
-        images, right = Counter[str](), Counter[str]()
+        images = Counter[str]()
+        right = Counter[str]()
         for row in rows_of(files / "confusion.csv"):
             images[row["class"]] += int(row["images"])
             right[row["class"]] += int(row["images"]) * (

@@ -74,7 +74,8 @@ class Api(Answering):
         commit = [*commits][-1] if revision == "main" else revision
         if commit not in commits:
             return self.say({}, 404, **{"X-Error-Code": "RevisionNotFound"})
-        files, one = commits[commit], {"type": "file", "oid": "0"}
+        files = commits[commit]
+        one = {"type": "file", "oid": "0"}
         if kind == "revision":
             return self.say({"id": f"{owner}/{name}", "sha": commit, "siblings": []})
         if kind == "tree":
@@ -92,13 +93,15 @@ class Api(Answering):
 
     def do_POST(self) -> None:
         """Create a repository, say how files are sent, or commit them."""
-        (path, body), url = self.asked(), self.hub.environment["HF_ENDPOINT"]
+        (path, body) = self.asked()
+        url = self.hub.environment["HF_ENDPOINT"]
         if (
             self.headers["Authorization"]
             != f"Bearer {self.hub.environment['HF_TOKEN']}"
         ):
             return self.say({}, 401)
-        name, kind = "/".join(path[2:4]), path[-2]
+        name = "/".join(path[2:4])
+        kind = path[-2]
         if kind == "commit":
             found = dict([*self.hub.repositories[name].values()][-1])
             for line in map(json.loads, body.splitlines()):
@@ -181,7 +184,8 @@ def test_what_is_pushed_comes_back_in_equal_bits(
     ):
         assert part in card
     assert "the average of the weights (val/ema" not in card
-    own, pixels = load_model(from_npz[0]), torch.rand(2, 3, 12, 12)
+    own = load_model(from_npz[0])
+    pixels = torch.rand(2, 3, 12, 12)
     with torch.no_grad():
         assert torch.equal(load_model(HF)(pixels), own(pixels))
         theirs: Any = timm.create_model("hf-hub:own/Tiny", pretrained=True).eval()

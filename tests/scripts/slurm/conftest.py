@@ -316,7 +316,8 @@ def submit(
     folder.mkdir()
 
     def submit_script(text: str, **changes: Any) -> Submission:
-        script, config = folder / "main.py", folder / "config.yaml"
+        script = folder / "main.py"
+        config = folder / "config.yaml"
         script.write_text(textwrap.dedent(text))
         config.touch()
         job = StageJob(script=str(script), config=str(config), run_folder=str(tmp_path))

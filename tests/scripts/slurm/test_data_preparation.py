@@ -46,7 +46,8 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path):
     )  # fmt: skip
     found = re.search(r"submitted array (\d+): data_prep-shards, 4 task\(s\)", output)
     assert found, output
-    array, logs = found[1], tmp_path / f"runs/data_prep-shards/slurm/{found[1]}"
+    array = found[1]
+    logs = tmp_path / f"runs/data_prep-shards/slurm/{found[1]}"
     assert f"{logs}/{array}_TASK_0_log.out, TASK from 0 to 3" in output
 
     # All tasks are working, each in one process, which handles signals by then.
@@ -90,7 +91,8 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path):
     # Every process of a task gets the signal, and none reports it as a failure.
     assert not [text for text in texts if "Traceback" in text or "died" in text]
 
-    made, expected = contents(tmp_path / "shards"), contents(tmp_path / "alone")
+    made = contents(tmp_path / "shards")
+    expected = contents(tmp_path / "alone")
     assert sum(name.endswith(".tar") for name in expected) == NUM_SHARDS
     assert made.keys() == expected.keys()
     assert [name for name in expected if made[name] != expected[name]] == []

@@ -107,7 +107,8 @@ def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path):
     while slurm.job(job.job_id)["JobState"] not in FINAL_STATES:
         slurm.run(["bash", "-c", f"scancel --signal=USR2 {job.job_id} || true"])
         time.sleep(0.1)
-    ended, log = slurm.job(job.job_id), job.log(0).read_text()
+    ended = slurm.job(job.job_id)
+    log = job.log(0).read_text()
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "2"), log
     assert ended["ExitCode"] == "75:0"
     assert "launch.max_requeues=2 is reached" in log

@@ -96,7 +96,8 @@ def test_it_is_read(stored: Path):
     assert journal(stored, "step")["step"] == list(range(1, 17))
     events = [row["event"] for row in read_events(stored)]
     assert events == ["started", "failed", "started"]
-    start, failure = read_start(stored), cause(read_failures(stored))
+    start = read_start(stored)
+    failure = cause(read_failures(stored))
     assert start is not None and (start.first_step, start.total_steps) == (10, 20)
     assert failure is not None and (failure.rank, failure.step) == (1, 12)
 
@@ -149,7 +150,9 @@ def test_ranks_that_open_it_share_its_verification(
     stored: Path, monkeypatch, num_ranks: int, place: str
 ):
     """Each file is hashed once, by one of them: it has more than the model that all read."""
-    init, hashed, of_thread = str(stored / place), list[Path](), local()
+    init = str(stored / place)
+    hashed = list[Path]()
+    of_thread = local()
     files = stored / (place or "checkpoints/step-00000016")
     expected = open_model(init).network.state_dict()
     whole = folders.blake3_of_file

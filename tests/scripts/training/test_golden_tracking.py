@@ -58,12 +58,17 @@ def tensorboard_points(folder: Path) -> list[tuple[str, int, float]]:
 
 def wandb_points(file: Path) -> list[tuple[str, int, float]]:
     """What `wandb sync` would upload. Its records are in a log of LevelDB."""
-    data, at, record, points = file.read_bytes(), 7, b"", []
+    data = file.read_bytes()
+    at = 7
+    record = b""
+    points = []
     while at < len(data):
         _, length, kind = struct.unpack_from("<IHB", data, at)
-        record, at = record + data[at + 7 : at + 7 + length], at + 7 + length
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
         if kind in (1, 4):  # whole, or the last part
-            history, record = Record.FromString(record).history, b""
+            history = Record.FromString(record).history
+            record = b""
             points += [
                 (
                     each.nested_key[0],
@@ -110,7 +115,8 @@ def test_a_killed_and_resumed_run_is_one_run_with_each_step_once(
     train(warm_starter, folder, also)
     sync(folder)
     assert query(folder, "select name, status from runs") == [("tiny", "FINISHED")]
-    found, written = points(folder), journal_points(folder)
+    found = points(folder)
+    written = journal_points(folder)
     assert len({(key, step) for key, step, _ in found}) == len(found)
     # Counts of events are sent from the first event on.
     assert not set(found) - written and not {

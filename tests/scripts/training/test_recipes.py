@@ -83,7 +83,8 @@ def in_bf16() -> set[str]:
     """The first recipe of each combination of what computes in the precision of the run."""
     first: dict[tuple[object, ...], str] = {}
     for name, run in recipes().items():
-        model, optim = run.model, run.optim
+        model = run.model
+        optim = run.optim
         shape = (
             model.name,
             getattr(model, "positions", None),
@@ -125,7 +126,8 @@ def test_every_recipe_takes_two_steps(warm_starter: WarmStarter, tmp_path):
     make_shard_folder(shards, lengths={"train": (16,), "test": (8,)})
 
     def command(name: str) -> list[str | Path]:
-        run, start = recipes()[name], start_of(name)
+        run = recipes()[name]
+        start = start_of(name)
         settings = [*SHORT, *shrunk(run), f"data.path={shards}"]
         settings.append(f"engine.precision={'bf16' if name in in_bf16() else 'fp32'}")
         settings += [

@@ -194,12 +194,14 @@ def test_finetuning_starts_from_the_trunk_of_each_objective(
 
 @slow
 def test_finetuning_resumes_without_its_start(fault_runs: FaultRuns, killed_copy: Path):
-    source, folder = killed_copy / "run", killed_copy / "tuned"
+    source = killed_copy / "run"
+    folder = killed_copy / "tuned"
     with open(
         source / "checkpoints/step-00000015/rank-00000.safetensors", "ab"
     ) as file:
         file.write(b"x")
-    settings, how = (f"init={source}", "schedule.steps=7"), {"stage": "finetune"}
+    settings = (f"init={source}", "schedule.steps=7")
+    how = {"stage": "finetune"}
     planted = {1: [fault("backward", micro_step(7), "lag and kill")]}
     wait_and_end_others(fault_runs.start(folder, *settings, faults=planted, **how))
     assert "skipping damaged checkpoint" in output(folder)
@@ -222,7 +224,8 @@ def test_shards_without_labels(fault_runs: FaultRuns, tmp_path):
         (tmp_path / f"images/{number}.png").write_bytes(
             encoded("PNG", seed=number, side=8)
         )
-    source, labels = {"holdout_fraction": 0.1}, {"values": "none"}
+    source = {"holdout_fraction": 0.1}
+    labels = {"values": "none"}
     prepare_here(
         run_of(tmp_path / "images", tmp_path / "shards", source=source, labels=labels)
     )

@@ -32,7 +32,8 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.distributed
 slow = pytest.mark.slow
 exhaustive = pytest.mark.exhaustive
-NEWEST, OLDER = "step-00000015", "step-00000010"
+NEWEST = "step-00000015"
+OLDER = "step-00000010"
 
 
 @slow
@@ -53,7 +54,8 @@ def test_unavailable_storage_at_a_restart_loses_nothing(
 ):
     """The tensors of both checkpoints: the run is refused and changes nothing until they return."""
     names = [f"{step}/rank-00000.safetensors" for step in (NEWEST, OLDER)]
-    checkpoints, away = killed_copy / "run/checkpoints", killed_copy / "away"
+    checkpoints = killed_copy / "run/checkpoints"
+    away = killed_copy / "away"
     for name in names:
         (away / name).parent.mkdir(parents=True)
         (checkpoints / name).rename(away / name)

@@ -23,7 +23,8 @@ def run(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     assert "run_rank_script" not in script.read_text(), (
         "a rank ends its process, a minute later too"
     )
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     code: object = 0
     with (
         pytest.MonkeyPatch.context() as patch,

@@ -111,7 +111,8 @@ def write_shard_folder(
     """
     samples = []
     for i in range(num_per_class * max(1, len(classes))):
-        width, height = side + i % 3, side - 8
+        width = side + i % 3
+        height = side - 8
         image = photo(1000 * seed + i, width=width, height=height)
         label = i % len(classes) if classes else None
         samples.append(Sample(f"{split}-{i:05d}", "jpg", image, label, width, height))
@@ -132,9 +133,12 @@ def write_folder(
 ) -> Manifest:
     """Write the samples of each tar of each split. fingerprint: of all splits, for the true one."""
     folder.mkdir(parents=True)
-    tables, entries, inputs = [], {}, []
+    tables = []
+    entries = {}
+    inputs = []
     for split, tars in splits.items():
-        rows, shards = [], []
+        rows = []
+        shards = []
         for number, samples in enumerate(tars):
             name = f"{split}-{number:06d}.tar"
             with TarShard(folder / name) as tar:

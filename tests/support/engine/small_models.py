@@ -61,7 +61,8 @@ def export(model: TrainedModel, to: Any, folder: Path) -> Path:
 
 
 def images_of(model: TrainedModel, count: int = 2) -> torch.Tensor:
-    size, random = model.arch.image_size, torch.Generator().manual_seed(2)
+    size = model.arch.image_size
+    random = torch.Generator().manual_seed(2)
     return torch.randn(count, 3, size, size, generator=random)
 
 

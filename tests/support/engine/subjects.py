@@ -66,7 +66,8 @@ class GivenOutputs(Subject):
     ) -> Iterator[Outputs]:
         assert output in self.model.known_outputs
         values = index.values if self.values is None else self.values
-        samples, size = np.arange(index.num_samples) if samples is None else samples, 3
+        samples = np.arange(index.num_samples) if samples is None else samples
+        size = 3
         self.extracted.append(samples)
         for first in range(0, len(samples), size):
             chosen = samples[first : first + size]

@@ -18,7 +18,10 @@ from tests.support.ranks.run_states import RunState, differences, read_state
 from tests.support.ranks.warm_ranks import ROOT, WarmRank, WarmStarter, end_session
 from tests.support.waiting import PATIENCE_S, wait_until
 
-STEPS, INTERVAL, LOGGED, ACCUMULATION = 24, 5, 4, 2
+STEPS = 24
+INTERVAL = 5
+LOGGED = 4
+ACCUMULATION = 2
 # With loader workers, augmentation, mixup, dropout, drop path, an average of the weights and
 # gradient accumulation. Saves, log lines and evaluations fall on different steps.
 SETTINGS = (
@@ -55,7 +58,9 @@ class FaultRuns:
     """Start trainings; keep the uninterrupted ones for comparison."""
 
     def __init__(self, starter: WarmStarter, *, shards: Path, folder: Path) -> None:
-        self.starter, self.shards, self.folder = starter, shards, folder
+        self.starter = starter
+        self.shards = shards
+        self.folder = folder
         self._undisturbed: dict[tuple[str, ...], Path] = {}
 
     def start(

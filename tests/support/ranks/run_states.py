@@ -66,7 +66,8 @@ def differences(ours: RunState, theirs: RunState) -> list[str]:
     )
     found += _different_tensors(ours.tensors, theirs.tensors)
     for name in ("progress", "description"):
-        one, other = getattr(ours, name), getattr(theirs, name)
+        one = getattr(ours, name)
+        other = getattr(theirs, name)
         keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
         found += [f"{name} {key}: {one.get(key)}, not {other.get(key)}" for key in keys]
     if ours.journal != theirs.journal:
