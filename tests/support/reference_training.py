@@ -252,7 +252,7 @@ def _updated(
     if (
         recipe.optimizer == "sgd"
     ):  # Sutskever et al. 2013, as torch: no dampening, no Nesterov
-        g += decay * w
+        g = g + decay * w
         state["v"] = g if "v" not in state else 0.9 * state["v"] + g
         return w - rate * state["v"]
 
@@ -275,7 +275,7 @@ def _updated(
     if (
         recipe.optimizer == "lamb"
     ):  # You et al. 2020, algorithm 2; undecayed tensors as in apex
-        direction += decay * w
+        direction = direction + decay * w
         size = w.norm()
         change = direction.norm()
         ratio = size / change if decay and size > 0 and change > 0 else 1.0

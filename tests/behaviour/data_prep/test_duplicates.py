@@ -251,7 +251,7 @@ def corpora(draw: st.DrawFn) -> np.ndarray:
         picture = originals[draw(st.integers(0, 3))].astype(int)
         noise = draw(st.sampled_from([0, 0, 1, 10, 25, 40, 60]))
         random_state = np.random.default_rng(draw(st.integers(0, 5)))
-        picture += random_state.integers(-noise, noise + 1, picture.shape)
+        picture = picture + random_state.integers(-noise, noise + 1, picture.shape)
         made.append(picture[:, ::-1] if draw(st.booleans()) else picture)
     stacked = np.array(made).reshape(-1, SIDE_PX, SIDE_PX)
     return picture_descriptors(stacked.clip(0, 255).astype(np.uint8))

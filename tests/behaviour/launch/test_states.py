@@ -30,7 +30,7 @@ from launch.jobs.states import (
 )
 from tests.support.levels import skip_or_fail
 from tests.support.run_folders import logged_run
-from tests.support.tables import every, refused, rows
+from tests.support.tables import every, lines, refused, rows
 from vitscale.config.errors import UserError
 from vitscale.distributed.events import (
     FAILED,
@@ -137,13 +137,16 @@ def test_a_complete_run_is_finished(run: RunFolder):
     )
 
 
-# The end of the last attempt, and the state; the last one's node died, and no attempt followed.
-LAST = "done/finished|stopped/stopped|ended by SLURM/stopped|failed/failed|/failed"
-
-
-@every(case=LAST.split("|"))
-def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, case: str):
-    ending, state = case.split("/")
+# An attempt whose node died has no ending, if none followed it.
+@lines("""
+ending         | state
+done           | finished
+stopped        | stopped
+ended by SLURM | stopped
+failed         | failed
+               | failed
+""")
+def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, ending, state):
     run.log(10)
     for number, each in enumerate((ending, "done", ending), start=1):
         run.attempt(each or None, number=number)
@@ -242,11 +245,12 @@ def test_several_runs_are_ordered_and_counted(run: RunFolder):
 # ---- what must be done -------------------------------------------------------------------------
 
 # State, reason as squeue prints it, and what to do: by slurm.schedmd.com/job_reason_codes.html.
-TO_DO = """\
+TO_DO = """
+state|reason|to_do
 PENDING|JobHeldUser|next: `scontrol release 4711`
 PENDING|job requeued in held state|next: `scontrol release 4711`
 SPECIAL_EXIT|job requeued in held state|next: `scontrol release 4711`
-REQUEUE_HOLD|None|next: `scontrol release 4711`
+REQUEUE_HOLD||next: `scontrol release 4711`
 PENDING|JobHeldAdmin|an administrator: `scontrol release 4711`
 PENDING|launch failed requeued held|next: `scontrol release 4711`; an administrator: `sinfo -R`
 PENDING|launch_failed_requeued_held|next: `scontrol release 4711`; an administrator: `sinfo -R`
@@ -266,7 +270,7 @@ PENDING|PartitionConfig|never starts (PartitionConfig); next: `scancel 4711`
 PENDING|BadConstraints|never starts (BadConstraints); next: `scancel 4711`
 PENDING|Reservation|it starts by itself
 PENDING|ReservationDeleted|next: `scontrol update jobid=4711 reservationname=`
-RESV_DEL_HOLD|None|next: `scontrol update jobid=4711 reservationname=`
+RESV_DEL_HOLD||next: `scontrol update jobid=4711 reservationname=`
 PENDING|Licenses|it starts by itself
 PENDING|InvalidAccount|another launch.account; an administrator adds you
 PENDING|InvalidQOS|another launch.sbatch.qos; an administrator adds you
@@ -279,42 +283,41 @@ PENDING|AssocGrpCPURunMinutesLimit|it starts by itself when running jobs
 PENDING|QOSUsageThreshold|or an administrator adds time
 PENDING|BurstBufferOperation|an administrator: `scontrol show job 4711`
 PENDING|OfTomorrow|next: `scontrol show job 4711`; ask an administrator
-PENDING|None|it starts by itself
-SUSPENDED|None|goes on by itself; an administrator: `scontrol resume 4711`
-STOPPED|None|next: `scancel --signal=CONT 4711`
-CONFIGURING|None|it starts by itself
+PENDING||it starts by itself
+SUSPENDED||goes on by itself; an administrator: `scontrol resume 4711`
+STOPPED||next: `scancel --signal=CONT 4711`
+CONFIGURING||it starts by itself
 COMPLETING|NonZeroExitCode|an administrator: `scontrol update nodename=NODE state=down
 """
 # How the last attempt ended, what SLURM says of the job (nothing: it has forgotten it), and what
 # status says.
-ENDS = """\
-||not started: job 4711 ended before the run started, and SLURM no longer says why; submit
-|CANCELLED DependencyNeverSatisfied|not started: job 4711 was cancelled, since a job that it needs
-|CANCELLED JobHeldUser|not started: job 4711 was cancelled (CANCELLED, JobHeldUser) before the run
-|FAILED JobLaunchFailure|failed: job 4711 could not be started (FAILED, JobLaunchFailure) before
-|FAILED NonZeroExitCode|failed: job 4711 failed (FAILED, NonZeroExitCode) before the run started
-|BOOT_FAIL None|nodename=NODE state=resume` returns it; the same command resumes it
-open||failed: no record of its end: it was cancelled, or its node died; the same command resumes it
-open|CANCELLED None|stopped: job 4711 was cancelled (CANCELLED); the same command resumes it
-open|NODE_FAIL None|failed: job 4711 lost a node (NODE_FAIL); an administrator: `sinfo -R`
-open|TIMEOUT TimeLimit|failed: job 4711 reached its time limit (TIMEOUT, TimeLimit); the same
-open|OUT_OF_MEMORY OutOfMemory|a larger launch.mem_gb, or fewer data.num_workers, may help; the same
-ended by SLURM|CANCELLED None|stopped, 0:00:00 ago: job 4711 was cancelled (CANCELLED); the same
-ended by SLURM|FAILED JobLaunchFailure|job 4711 could not be started (FAILED, JobLaunchFailure); the
-failed|FAILED NonZeroExitCode|failed, 0:00:00 ago: rank 1 was killed
-failed requeued|FAILED JobLaunchFailure|rank 1 was killed; requeued, but job 4711 could not be sta
-failed requeued|CANCELLED BeginTime|stopped, 0:00:00 ago: rank 1 was killed; requeued, but job 4711
-failed requeued||requeued, but job 4711 ended before the run started again, and SLURM no longer says
-stopped requeued|PREEMPTED None|job 4711 was preempted (PREEMPTED) before the run started again; the
+ENDS = """
+attempt|state|reason|line
+|||not started: job 4711 ended before the run started, and SLURM no longer says why; submit
+|CANCELLED|DependencyNeverSatisfied|not started: job 4711 was cancelled, since a job that it needs
+|CANCELLED|JobHeldUser|not started: job 4711 was cancelled (CANCELLED, JobHeldUser) before the run
+|FAILED|JobLaunchFailure|failed: job 4711 could not be started (FAILED, JobLaunchFailure) before
+|FAILED|NonZeroExitCode|failed: job 4711 failed (FAILED, NonZeroExitCode) before the run started
+|BOOT_FAIL||nodename=NODE state=resume` returns it; the same command resumes it
+open|||failed: no record of its end: it was cancelled, or its node died; the same command resumes it
+open|CANCELLED||stopped: job 4711 was cancelled (CANCELLED); the same command resumes it
+open|NODE_FAIL||failed: job 4711 lost a node (NODE_FAIL); an administrator: `sinfo -R`
+open|TIMEOUT|TimeLimit|failed: job 4711 reached its time limit (TIMEOUT, TimeLimit); the same
+open|OUT_OF_MEMORY|OutOfMemory|a larger launch.mem_gb, or fewer data.num_workers, may help; the same
+ended by SLURM|CANCELLED||stopped, 0:00:00 ago: job 4711 was cancelled (CANCELLED); the same
+ended by SLURM|FAILED|JobLaunchFailure|job 4711 could not be started (FAILED, JobLaunchFailure); the
+failed|FAILED|NonZeroExitCode|failed, 0:00:00 ago: rank 1 was killed
+failed requeued|FAILED|JobLaunchFailure|rank 1 was killed; requeued, but job 4711 could not be sta
+failed requeued|CANCELLED|BeginTime|stopped, 0:00:00 ago: rank 1 was killed; requeued, but job 4711
+failed requeued|||requeued, but job 4711 ended before the run started again, and SLURM no longer say
+stopped requeued|PREEMPTED||job 4711 was preempted (PREEMPTED) before the run started again; the
 """
 LIBRARIES = ("/usr/lib/*/slurm-wlm/libslurmfull.so", "/usr/lib*/slurm/libslurmfull.so")
 
 
-@every(case=TO_DO.splitlines())
-def test_a_job_that_waits_says_what_to_do(run: RunFolder, case: str):
-    state, reason, to_do = case.split("|")
-    waiting = job(state, reason=None if reason == "None" else reason)
-    assert to_do in run.line(waiting)
+@lines(TO_DO)
+def test_a_job_that_waits_says_what_to_do(run: RunFolder, state, reason, to_do):
+    assert to_do in run.line(job(state, reason=reason or None))
 
 
 @pytest.mark.slurm
@@ -336,16 +339,17 @@ def test_slurm_has_no_reason_without_advice():
         assert each.has_ended or (to_do and "ask an" not in to_do), each
 
 
-@every(case=ENDS.splitlines())
-def test_an_end_that_no_attempt_has_recorded_is_explained(run: RunFolder, case: str):
-    attempt, said, line = case.split("|")
+@lines(ENDS)
+def test_an_end_that_no_attempt_has_recorded_is_explained(
+    run: RunFolder, attempt, state, reason, line
+):
     ending = attempt.removesuffix(" requeued").replace("open", "")
+    killed = "rank 1 was killed" if ending else ""
     requeued = {"is_requeued": True} if "requeued" in attempt else {}
     if attempt:
-        reason = "rank 1 was killed" if ending else ""
-        run.attempt(ending or None, reason=reason, **requeued)
-    state, _, reason = said.partition(" ")
-    jobs = [job(state, reason=None if reason == "None" else reason)] if said else []
+        run.attempt(ending or None, reason=killed, **requeued)
+    # SLURM forgets a job after some minutes.
+    jobs = [job(state, reason=reason or None)] if state else []
     assert line in run.line(*jobs)
 
 
@@ -609,22 +613,21 @@ def test_a_shared_run_is_shown_without_its_private_job_folder(shared: Path):
 
 
 # When a script was submitted, how attempts have ended since, and whether SLURM is asked.
-ASKED = """\
-||no
-|done|no
-before|done|no
-before||yes
-before|open|yes
-before|stopped|yes
-before|failed|yes
-before|done open|yes
-after|done|yes
-"""
-
-
-@every(case=ASKED.splitlines())
-def test_slurm_is_asked_only_for_runs_without_an_end(case: str, squeue: Path, tmp_path):
-    submitted, endings, asks = case.split("|")
+@lines("""
+submitted | endings | asks
+          |           | no
+          | done      | no
+before    | done      | no
+before    |           | yes
+before    | open      | yes
+before    | stopped   | yes
+before    | failed    | yes
+before    | done open | yes
+after     | done      | yes
+""")
+def test_slurm_is_asked_only_for_runs_without_an_end(
+    submitted, endings, asks, squeue: Path, tmp_path
+):
     folder = logged_run(tmp_path / "run")
     for ending in endings.split():
         attempt = begin_attempt(folder, cluster="slurm", job_id="1")

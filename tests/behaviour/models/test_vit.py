@@ -475,10 +475,10 @@ def vit_logits(
         qkv = dense(f"{of}.attn.qkv", norm(f"{of}.norm1", x)).chunk(3, dim=-1)
         q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in qkv)
         shares = (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1)
-        x += dense(f"{of}.attn.proj", (shares @ v).transpose(1, 2).flatten(2))
+        x = x + dense(f"{of}.attn.proj", (shares @ v).transpose(1, 2).flatten(2))
         hidden = dense(f"{of}.mlp.fc1", norm(f"{of}.norm2", x))
         active = F.gelu(hidden, approximate="tanh" if gelu == "tanh" else "none")
-        x += dense(f"{of}.mlp.fc2", active)
+        x = x + dense(f"{of}.mlp.fc2", active)
     x = norm("norm", x) if "norm.weight" in w else x
     mean = x[:, -num:].mean(dim=1)
     features = {"gap": mean, "cls_mean": torch.cat([x[:, 0], mean], dim=1)}.get(
