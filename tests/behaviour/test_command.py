@@ -59,12 +59,12 @@ compare sync runs/a -> launch/compare.py sync runs/a
 @pytest.mark.parametrize(
     "words, expected", [line.split(" -> ") for line in STARTED.splitlines()]
 )
-def test_each_command_starts_its_script(words: str, expected: str, started: list[str]):
+def test_each_command_starts_its_script(words, expected, started):
     command.start(words.split())
     assert started == expected.split()
 
 
-def test_the_script_itself_runs_as_a_rank(started: list[str], monkeypatch):
+def test_the_script_itself_runs_as_a_rank(started, monkeypatch):
     monkeypatch.setenv("RANK", "1")  # torchrun --no-python vitscale pretrain ...
     command.start(["pretrain", "vit_b16"])
     assert started == ["pretrain/main.py", "--config", "vit_b16"]
@@ -92,7 +92,7 @@ def test_all_commands_have_scripts():
         ("completion", "a word is missing\n.*bash, zsh, fish"),
     ],
 )
-def test_wrong_words_get_a_next_step(words: str, message: str, started: list[str]):
+def test_wrong_words_get_a_next_step(words, message, started):
     with refused(message):
         command.start(words.split())
     assert not started
@@ -143,7 +143,7 @@ def test_help_imports_nothing_slow():
         ),
     ],
 )
-def test_bash_completes_words(words: str, follower: str):
+def test_bash_completes_words(words, follower):
     script = f"""
         vitscale() {{ {sys.executable} -m vitscale.command "$@"; }}
         eval "$(vitscale completion bash)"

@@ -104,7 +104,7 @@ def test_the_lock_has_the_versions_last_tested():
 
 
 @every(name="apptainer, pyxis")
-def test_the_site_files_of_containers_are_valid(name: str, monkeypatch):
+def test_the_site_files_of_containers_are_valid(name, monkeypatch):
     site = f"containers/{name}.yaml"
     monkeypatch.setenv("VITSCALE_SITE", site)
     command = [sys.executable, "launch/slurm.py", "--config", "configs/vit_h14.yaml"]

@@ -113,7 +113,7 @@ def test_training_imports_no_tracker():
     assert subprocess.check_output(words, cwd=ROOT, text=True).endswith("set()\n")
 
 
-def test_scripts_start_light(started: dict[str, Any]):
+def test_scripts_start_light(started):
     heavy = {
         name: run["heavy"] for name, run in started["runs"].items() if run["heavy"]
     }
@@ -121,7 +121,7 @@ def test_scripts_start_light(started: dict[str, Any]):
     assert len(started["modules"]) < MAX_MODULES
 
 
-def test_help_is_short_and_names_every_group(started: dict[str, Any]):
+def test_help_is_short_and_names_every_group(started):
     shown = {
         name: run for name, run in started["runs"].items() if name.endswith("--help")
     }
@@ -140,7 +140,7 @@ def test_help_is_short_and_names_every_group(started: dict[str, Any]):
         assert len(output.splitlines()) <= 45 and "\n  launch  " in output, output
 
 
-def test_configuration_errors_are_reported(started: dict[str, Any]):
+def test_configuration_errors_are_reported(started):
     parts = (".yaml:2: no_such_key", ".yaml:3: seed", "'lr.' is not a key")
     wrong = {
         name: run
@@ -151,7 +151,7 @@ def test_configuration_errors_are_reported(started: dict[str, Any]):
     assert not wrong
 
 
-def test_no_script_ends_without_its_error_where_rank_is_set(started: dict[str, Any]):
+def test_no_script_ends_without_its_error_where_rank_is_set(started):
     assert len(started["ranks"]) == len(WITH_CONFIG)
     for name, run in started["ranks"].items():
         assert run["code"] == 2 and ".yaml:2: no_such_key" in run["output"], name

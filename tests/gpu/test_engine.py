@@ -90,7 +90,7 @@ def reference_cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("task_name", "machine", "compiled"), reference_cases())
 def test_a_training_is_that_of_the_reference(
-    world: World, task_name: str, machine: Machine, compiled: bool
+    world: World, task_name, machine: Machine, compiled
 ):
     training = Training(task_name, machine, world, compiled=compiled)
     training.train(STEPS)
@@ -104,7 +104,7 @@ def test_a_training_is_that_of_the_reference(
 
 @every(stage="0, 1, 3")
 def test_a_save_waits_for_no_kernel_and_moves_bit_for_bit(
-    world: World, tmp_path, stage: int
+    world: World, tmp_path, stage
 ):
     """What a resumed training computes from the same bits may differ in the last ones."""
     first, second = (EngineLoop(task(world, **BF16), world, stage=stage) for _ in "ab")
@@ -165,7 +165,7 @@ def test_peak_memory_is_that_of_the_dry_run(world: World):
     loop.engine.close()
 
 
-def test_a_task_that_sees_one_gpu_uses_it(device: str, monkeypatch):
+def test_a_task_that_sees_one_gpu_uses_it(device, monkeypatch):
     """As number 0, also as its node's second rank; DeepSpeed takes LOCAL_RANK for the number."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     place |= {
@@ -191,7 +191,7 @@ KERNELS = (
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_attention_kernels_equal_the_formula(device: str, kernel: SDPBackend):
+def test_attention_kernels_equal_the_formula(device, kernel: SDPBackend):
     """Features and gradients in bf16, beside fp32 without a fused kernel."""
     arch = ViTSettings.model_validate(SMALL).resolved(num_classes=10)
     images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(
@@ -213,7 +213,7 @@ def test_attention_kernels_equal_the_formula(device: str, kernel: SDPBackend):
         assert 0 < (half - exact).norm() < 0.05 * exact.norm()
 
 
-def test_batches_are_copied_beside_the_kernels_and_stay_until_used(device: str):
+def test_batches_are_copied_beside_the_kernels_and_stay_until_used(device):
     is_pinned = device == "cuda"
     sums = []
     copied = list[torch.cuda.Event]()

@@ -59,7 +59,7 @@ def start(script: str, folder: Path, *words: str, before: tuple[str, ...] = ()) 
 
 
 @every(stage="0, 1")
-def test_no_step_waits_for_the_device(device: str, tmp_path, stage: int):
+def test_no_step_waits_for_the_device(device, tmp_path, stage):
     """With loader, mixing, clipping and an average; DeepSpeed's own code waits at ZeRO 2 and 3."""
     words = (
         f"engine.device={device}",
@@ -75,7 +75,7 @@ def test_no_step_waits_for_the_device(device: str, tmp_path, stage: int):
     assert f"; {device}, bfloat16, ZeRO {stage}" in said
 
 
-def test_a_model_is_trained_resumed_finetuned_and_evaluated(device: str, tmp_path):
+def test_a_model_is_trained_resumed_finetuned_and_evaluated(device, tmp_path):
     on = f"engine.device={device}"
     start("pretrain/main.py", tmp_path, on, "output=whole", "checkpoint.every_steps=10")
     shutil.copytree(tmp_path / "whole", tmp_path / "again")

@@ -50,7 +50,7 @@ def test_the_notebooks_run(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.distributed
 @every(command=COMMANDS)
-def test_benchmark_runs(tmp_path, command: str):
+def test_benchmark_runs(tmp_path, command):
     script, *options = command.split()
     results = tmp_path / "results.json"
     done = subprocess.run(

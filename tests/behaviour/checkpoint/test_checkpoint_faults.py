@@ -134,7 +134,7 @@ def some_or_every(stride: int) -> list[Any]:
 
 
 @every(stride=some_or_every(9))
-def test_save_survives_a_kill_at_any_system_call(strace: str, tmp_path, stride: int):
+def test_save_survives_a_kill_at_any_system_call(strace, tmp_path, stride):
     found = fault_at_each(strace, tmp_path, "signal=KILL", stride=stride)
     assert {code for code, _ in found} == {-9}
     steps = [step for _, step in found]
@@ -145,9 +145,7 @@ def test_save_survives_a_kill_at_any_system_call(strace: str, tmp_path, stride: 
 
 @every(stride=some_or_every(4))
 @every(fault="error=ENOSPC, error=EIO")
-def test_save_survives_a_disk_error_at_any_call(
-    strace: str, tmp_path, fault: str, stride: int
-):
+def test_save_survives_a_disk_error_at_any_call(strace, tmp_path, fault, stride):
     found = fault_at_each(strace, tmp_path, fault, calls=DISK_CALLS, stride=stride)
     assert {code for code, _ in found} <= {0, 2} and (2, 1) in found
 

@@ -72,7 +72,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @every(damage=["bit flipped", *DAMAGE])
-def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage: str):
+def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage):
     """Without one, the run is refused: starting over would overwrite what may become readable."""
     checkpoints = tmp_path / "checkpoints"
     assert newest_checkpoint(checkpoints) == (None, [])
@@ -143,7 +143,7 @@ def test_any_flipped_bit_is_detected(tmp_path):
 
 
 @every(name="../outside.safetensors, /outside.safetensors, .., data.pt")
-def test_manifest_lists_tensor_files_of_its_folder_only(tmp_path, name: str):
+def test_manifest_lists_tensor_files_of_its_folder_only(tmp_path, name):
     folder = save(tmp_path, 1)
     (folder.parent / "outside.safetensors").write_bytes(tensor_file(1))
     files = {name: json.loads((folder / MANIFEST).read_text())["files"][RANK_FILE]}
@@ -186,9 +186,7 @@ def test_files_are_verified_from_disk_before_the_commit(tmp_path, monkeypatch):
 
 
 @every(num_damaged="1, 2")
-def test_ranks_share_the_verification_and_agree(
-    tmp_path, monkeypatch, num_damaged: int
-):
+def test_ranks_share_the_verification_and_agree(tmp_path, monkeypatch, num_damaged):
     checkpoints = tmp_path / "checkpoints"
     num_ranks = 5
     hashed = list[Path]()

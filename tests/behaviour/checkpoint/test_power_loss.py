@@ -162,7 +162,7 @@ def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
 
 
 @every(keep="1, 2")
-def test_power_loss_never_loses_a_committed_step(tmp_path, keep: int):
+def test_power_loss_never_loses_a_committed_step(tmp_path, keep):
     assert broken_promises(tmp_path, keep=keep) == []
 
 
@@ -208,7 +208,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 @every(mutant=MUTANTS)
-def test_every_step_of_the_protocol_is_required(tmp_path, monkeypatch, mutant: str):
+def test_every_step_of_the_protocol_is_required(tmp_path, monkeypatch, mutant):
     name, function = MUTANTS[mutant]
     monkeypatch.setattr(folders, name, function)
     assert broken_promises(tmp_path)

@@ -148,7 +148,7 @@ def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
 
 @every(first_is_over="false, true", own_is_over="false, true")
 def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
-    tmp_path, monkeypatch, first_is_over: bool, own_is_over: bool
+    tmp_path, monkeypatch, first_is_over, own_is_over
 ):
     """Ranks whose clocks are on both sides of it would part."""
     monkeypatch.setattr(folders, "write_new_file", refuse)
@@ -237,7 +237,7 @@ def test_store_waits_for_its_last_save(
     ],
 )
 def test_state_that_is_not_finite_is_not_committed(
-    tmp_path, world: World, dtype: torch.dtype, value: float
+    tmp_path, world: World, dtype: torch.dtype, value
 ):
     """One value of many; no run recovers from it, and retention would remove the last good step."""
     before = save(tmp_path, world, step=1)
@@ -348,7 +348,7 @@ def test_a_second_job_is_refused_at_once(folder: Path, monkeypatch):
 
 @every(has_flock="true, false")
 def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
-    folder: Path, monkeypatch, has_flock: bool
+    folder: Path, monkeypatch, has_flock
 ):
     """Where flock is missing, or does not see other nodes."""
 
@@ -377,7 +377,7 @@ def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
     ],
 )
 def test_of_starts_at_the_same_moment_one_gets_the_folder(
-    folder: Path, monkeypatch, flock: str, num_starts: int, left_behind: str
+    folder: Path, monkeypatch, flock, num_starts, left_behind
 ):
     """On as many nodes, which all find it free before any of them has written its name."""
 

@@ -111,9 +111,7 @@ def write(folder: Path, cuts: list[int]) -> list[Path]:
     start=st.integers(0, 59),
     count=st.integers(1, 60),
 )
-def test_any_range_is_read_from_any_layout(
-    tmp_path_factory, cuts: list[int], start: int, count: int
-):
+def test_any_range_is_read_from_any_layout(tmp_path_factory, cuts, start, count):
     folder = tmp_path_factory.mktemp("layout")
     count = min(count, 60 - start)
     slices = [

@@ -58,7 +58,7 @@ PURPOSES = get_args(Purpose)
 
 
 @every(key=CASES)
-def test_a_difference_counts_for_its_purposes(key: str):
+def test_a_difference_counts_for_its_purposes(key):
     value, purposes = CASES[key]
     group, _, name = key.rpartition(".")
     now = BEFORE | ({group: BEFORE[group] | {name: value}} if group else {key: value})
@@ -175,7 +175,7 @@ https://host/a/b#c
 
 
 @every(form=FORMS.strip("\n").split("\n"))
-def test_secrets_are_removed_in_every_form(form: str):
+def test_secrets_are_removed_in_every_form(form):
     text = "+" + form.replace("%", SECRET).replace(r"\n", "\n")
     shown = redact(text)
     assert SECRET not in shown and redact(shown) == shown
@@ -183,7 +183,7 @@ def test_secrets_are_removed_in_every_form(form: str):
 
 
 @every(text=KEPT.strip().split("\n"))
-def test_what_is_no_secret_stays(text: str):
+def test_what_is_no_secret_stays(text):
     assert redact(text) == text
 
 
@@ -196,7 +196,7 @@ def test_keys_are_names_that_mlflow_takes():
 
 
 @every(run="ab12|a-|a+|?a|\n| \n|token|a://|'|x_password: \n|+ \n".split("|"))
-def test_secrets_are_removed_from_long_runs(run: str):
+def test_secrets_are_removed_from_long_runs(run):
     """In quadratic time, a run of this length would take hours."""
     text = run * (1 << 16)
     assert redact(f"{text}\nHF_TOKEN=abc s3://u:p@h/x\n").endswith(

@@ -32,7 +32,7 @@ def command(*argv: str, **more: Any) -> Command[PretrainRun]:
 
 @every(config="[--config, a.yaml], [--config=a.yaml]")
 @every(rank="[], [--local_rank=1], [--local_rank, '1'], [--local-rank=0]")
-def test_arguments_may_stand_in_any_order(config: list[str], rank: list[str]):
+def test_arguments_may_stand_in_any_order(config, rank):
     found = command(*rank, "seed=3", *config, "--dry-run", "optim.lr=1e-4")
     assert (found.run.seed, found.run.optim.lr, found.config_path) == (
         3,

@@ -100,14 +100,14 @@ REFUSED = r"""
 
 
 @rows(REFUSED.replace("DEEP", f"'{'[' * 5000}'"))
-def test_unsupported_yaml_is_refused(text: str, message: str):
+def test_unsupported_yaml_is_refused(text, message):
     with pytest.raises(UserError) as caught:
         read_yaml(text, name="x")
     assert caught.value.text().startswith(message)
 
 
 @every(text=r"sqlite:///x.db|a: b|a # b|*x|!x|C:\x|- a".split("|"))
-def test_text_on_the_command_line_needs_no_quotes(text: str):
+def test_text_on_the_command_line_needs_no_quotes(text):
     assert read_override(f"g.k={text}").values == {"g": {"k": text}}
 
 
@@ -122,12 +122,12 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_written_values_are_read_back(value: Any):
+def test_written_values_are_read_back(value):
     assert repr(value_of(yaml_flow(value))) == repr(value)
 
 
 @given(st.text(max_size=60))
-def test_any_text_gives_values_or_errors(text: str):
+def test_any_text_gives_values_or_errors(text):
     try:
         read_yaml(text, name="x")
     except UserError as error:
@@ -153,14 +153,14 @@ def test_any_text_gives_values_or_errors(text: str):
         (b"base: .\n", "b.yaml:1: base: cannot be read: Is a directory"),
     ],
 )
-def test_unreadable_file_is_one_error(here: Path, data: bytes, message: str):
+def test_unreadable_file_is_one_error(here: Path, data, message):
     (here / "b.yaml").write_bytes(data)
     (error,) = errors_of("b.yaml")
     assert error.startswith(message)
 
 
 @every(data=[b"", b"# nothing\n"])
-def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(here: Path, data: bytes):
+def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(here: Path, data):
     (here / "b.yaml").write_bytes(data)
     missing = [text.splitlines()[0].split(": ")[1] for text in errors_of("b.yaml")]
     assert missing == ["name", "data", "model", "optim", "schedule"]
@@ -266,9 +266,7 @@ BASE = {
 - [mae, "{normalized_pixels: false}", {name: mae, mask_ratio: 0.5}]
 - [objective, "{loss: softmax}", {name: supervised, label_smoothing: 0.1}]
 """)
-def test_a_choice_inherits_what_its_group_has(
-    here: Path, base: str, child: str, expected: dict[str, Any]
-):
+def test_a_choice_inherits_what_its_group_has(here: Path, base, child, expected):
     for name, text in BASE.items():
         (here / f"{name}.yaml").write_text(text if name == "mae" else VALID + text)
     (here / "child.yaml").write_text(f"base: {base}.yaml\nobjective: {child}\n")
@@ -322,7 +320,7 @@ CHANGES = st.tuples(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(CHANGES, min_size=1, max_size=4))
-def test_any_configuration_is_a_valid_run_or_a_user_error(here: Path, changes: Any):
+def test_any_configuration_is_a_valid_run_or_a_user_error(here: Path, changes):
     """Valid values, but for up to four that are dropped, misspelt, of another type or extreme."""
     tree = copy.deepcopy(TREE)
     for path, value, typo in changes:
@@ -344,7 +342,7 @@ def test_any_configuration_is_a_valid_run_or_a_user_error(here: Path, changes: A
 
 
 @every(text="'007', 1e3, '0.50', '1.0', 'true', 'TRUE'")
-def test_the_advice_to_quote_shows_a_value_as_it_was_written(text: str, tmp_path):
+def test_the_advice_to_quote_shows_a_value_as_it_was_written(text, tmp_path):
     """Another text would name another class."""
     (tmp_path / "a.yaml").write_text(VALID)
     listed = VALID.replace(

@@ -24,7 +24,7 @@ import yaml
 from data_prep.formats import index_files
 from data_prep.formats.index_files import write_index
 from tests.support.corpora.shard_folders import make_shard_folder, write_shard_folder
-from tests.support.tables import Values, every, refused, rows
+from tests.support.tables import every, refused, rows
 from vitscale.config.errors import StorageError, UserError
 from vitscale.data import index as index_module
 from vitscale.data.index import (
@@ -108,9 +108,7 @@ def many_groups(tmp_path, monkeypatch) -> Path:
 
 
 @every(seed=range(4), split="test, train")
-def test_keys_of_any_samples_are_those_of_the_table(
-    many_groups: Path, split: str, seed: int
-):
+def test_keys_of_any_samples_are_those_of_the_table(many_groups: Path, split, seed):
     rows = pq.read_table(many_groups / INDEX_NAME).to_pylist()
     expected = [row["key"] for row in rows if row["split"] == split]
     random = np.random.default_rng(seed)
@@ -186,7 +184,7 @@ def shortened(path: Path) -> None:
         "shorter",
     ],
 )
-def test_a_sample_without_a_readable_key_is_named_by_number(copy: Path, change: Any):
+def test_a_sample_without_a_readable_key_is_named_by_number(copy: Path, change):
     """Whatever happens to the index during a run, a name does not end it."""
     index = read_split(copy, split="train")
     assert sample_names([index], [(0, 6), (0, 1)]) == [repr(NAMES[6]), repr(NAMES[1])]
@@ -254,7 +252,7 @@ READS: dict[str, Callable[[Path], Any]] = {
 )
 @every(error=[errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
 def test_a_start_waits_for_storage_that_fails_for_a_moment(
-    copy: Path, flaky: Any, read: str, name: str, error: int
+    copy: Path, flaky, read, name, error
 ):
     """For longer it is a failure of storage, which a job is started again after; not bad input."""
     expected = READS[read](copy)
@@ -318,9 +316,7 @@ def test_missing_and_shortened_tars_are_all_named(copy: Path):
 - [{classes: []}, disagrees with manifest.json]
 - [{classes: [cat]}, disagrees with manifest.json]
 """)
-def test_a_manifest_that_does_not_fit_is_refused(
-    copy: Path, changes: dict[str, object], message: str
-):
+def test_a_manifest_that_does_not_fit_is_refused(copy: Path, changes, message):
     edit_manifest(copy, **changes)
     with refused(message):
         read_split(copy, split="train")
@@ -337,9 +333,7 @@ def test_rows_that_no_preparation_writes_are_refused(copy: Path):
 
 
 @every(classes=[(), ("cat", "dog")])
-def test_samples_have_no_label_if_there_are_no_classes(
-    copy: Path, classes: tuple[str, ...]
-):
+def test_samples_have_no_label_if_there_are_no_classes(copy: Path, classes):
     table = pq.read_table(copy / INDEX_NAME)
     column = pa.array([-1] * len(table), pa.int32())
     table = table.set_column(table.schema.get_field_index("label"), "label", column)
@@ -374,9 +368,7 @@ def listed(path: Path, names: list[str]) -> str:
 - [{dev_percent: 10, first_percent: 50}, [0, 1, 2, 3, 4, 5, 6, 7, 8]]
 - [{dev_percent: 40, first_percent: 50, only_classes: [dog]}, [1, 3, 5]]
 """)
-def test_a_subset_keeps_labels_and_places(
-    shards: Path, tmp_path, settings: Values, chosen: list[int]
-):
+def test_a_subset_keeps_labels_and_places(shards: Path, tmp_path, settings, chosen):
     if "only_keys" in settings:
         settings = settings | {
             "only_keys": listed(tmp_path / "keys.txt", settings["only_keys"])

@@ -87,7 +87,7 @@ def test_the_substitute_is_the_same_on_every_layout(shards: Path):
 
 
 @every(workers="0, 2")
-def test_the_run_ends_if_no_substitute_can_be_read(shards: Path, workers: int):
+def test_the_run_ends_if_no_substitute_can_be_read(shards: Path, workers):
     damage(shards, list(range(NUM)))
     with refused(r"(?s)sample 'train-.*' cannot be read.*nor can 8 sub"):
         list(batches(shards, workers=workers))
@@ -101,7 +101,7 @@ def test_the_run_ends_if_no_substitute_can_be_read(shards: Path, workers: int):
     ],
 )
 def test_a_dead_or_hung_worker_is_named(
-    shards: Path, monkeypatch, number: signal.Signals, message: str
+    shards: Path, monkeypatch, number: signal.Signals, message
 ):
     running = batches(shards, workers=2, steps=10_000)
     next(running)
@@ -133,7 +133,7 @@ class StuckSamples(Samples):
 
 @every(positions="[[0], [0], [1]], [[0], [0], [0], [0, 0, 1]]", how="sleeps, computes")
 def test_a_worker_that_gives_no_batch_is_named_whatever_it_does(
-    monkeypatch, how: str, positions: list[list[int]]
+    monkeypatch, how, positions
 ):
     """Also in the middle of a batch, and while another worker has nothing to do."""
     data = DataSettings(path="x", global_batch=3, num_workers=2)
@@ -181,7 +181,7 @@ class NumberedSamples(Samples):
 
 
 @every(workers="1, 3")
-def test_workers_that_are_ahead_leave_alone_what_is_read(workers: int):
+def test_workers_that_are_ahead_leave_alone_what_is_read(workers):
     """Pixels stay until the next batch is taken, however long that is."""
     positions = [[number] for number in range(12)]
     with loader_module._filled_by_workers(
@@ -222,7 +222,7 @@ class AwaySamples(Samples):
         ),
     ],
 )
-def test_an_error_of_one_rank_keeps_its_kind(workers: int, error: UserError, code: int):
+def test_an_error_of_one_rank_keeps_its_kind(workers, error: UserError, code):
     """The other ranks do not know of it, so this one prints it; a job of the first is requeued."""
     data = DataSettings(path="x", global_batch=1, num_workers=workers)
     samples = AwaySamples(error)
@@ -266,7 +266,7 @@ def child(shards: Path, end: str) -> tuple[subprocess.Popen[str], list[int]]:
 
 
 @pytest.mark.parametrize(("end", "code"), [("kill", -signal.SIGKILL), ("finish", 0)])
-def test_server_and_workers_end_with_their_rank(shards: Path, end: str, code: int):
+def test_server_and_workers_end_with_their_rank(shards: Path, end, code):
     """Also a worker that is stopped, in the middle of a stream."""
     process, pids = child(shards, end)
     assert process.wait() == code

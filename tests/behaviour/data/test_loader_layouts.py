@@ -57,7 +57,7 @@ def run_of(folders: Folders, which: str) -> Run:
 )
 @every(which=SETS)
 def test_a_run_resumed_on_another_layout_is_the_same_run(
-    folders: Folders, which: str, layouts: list[tuple[int, int]]
+    folders: Folders, which, layouts
 ):
     """Every pair of layouts, with real processes; each layout resumes at another step.
 

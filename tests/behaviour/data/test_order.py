@@ -41,7 +41,7 @@ def order(lengths: list[int], *, seed: int = 0, fingerprint: str = "f") -> Sampl
 
 
 @given(lengths=LENGTHS, seed=st.integers(0, 2**40), epoch=st.integers(0, 3))
-def test_every_epoch_holds_every_sample_once(lengths: list[int], seed: int, epoch: int):
+def test_every_epoch_holds_every_sample_once(lengths, seed, epoch):
     sample_order = order(lengths, seed=seed)
     num = sum(lengths)
     found = [sample_order.at(epoch * num + offset)[1] for offset in range(num)]
@@ -112,9 +112,7 @@ def test_the_shards_of_this_block_and_the_next_are_wanted_ahead():
 - [1000, 40, false]
 - [20, 200, false]
 """)
-def test_tars_sorted_by_class_are_refused(
-    num_classes: int, num_tars: int, is_refused: bool
-):
+def test_tars_sorted_by_class_are_refused(num_classes, num_tars, is_refused):
     labels = np.repeat(np.arange(num_classes, dtype=np.int32), 40)
     lengths = [len(part) for part in np.array_split(labels, num_tars)]
     check_mixed(
@@ -141,9 +139,7 @@ def mixture(*shares: int, nums: tuple[int, ...], views: int = 1) -> TrainingOrde
     ("shares", "nums"),
     [((700_000, 300_000), (1000, 77)), ((333_334, 333_333, 333_333), (7, 1000, 50))],
 )
-def test_each_set_keeps_its_own_order_and_share(
-    shares: tuple[int, ...], nums: tuple[int, ...]
-):
+def test_each_set_keeps_its_own_order_and_share(shares, nums):
     order = mixture(*shares, nums=nums)
     draws = [order.at(position) for position in range(3 * MIXTURE_BLOCK)]
     for number, share in enumerate(shares):
@@ -158,7 +154,7 @@ def test_each_set_keeps_its_own_order_and_share(
 
 
 @every(views="2, 3")
-def test_every_sample_comes_once_in_each_view(views: int):
+def test_every_sample_comes_once_in_each_view(views):
     num = 5 * VIEW_BLOCK
     order_of_views = mixture(1_000_000, nums=(num,), views=views)
     draws = [order_of_views.at(position) for position in range(views * num)]

@@ -47,7 +47,7 @@ ONE_PAGE = {"use_dictionary": ["image"], "dictionary_pagesize_limit": 1 << 30}
         lambda path: parquet(path, [b"x"] * 2, ["a" * (70 * MIB), "b"]),
     ],
 )
-def test_tables_that_unpack_to_far_more_are_refused(make: Any, tmp_path):
+def test_tables_that_unpack_to_far_more_are_refused(make, tmp_path):
     make(tmp_path / "x.parquet")
     assert (tmp_path / "x.parquet").stat().st_size < MIB
     before = pa.total_allocated_bytes()
@@ -137,7 +137,7 @@ def endless_view(path: Path) -> Path:
         lambda folder: endless_view(folder / "x.pt"),
     ]
 )
-def test_weights_that_unpack_to_far_more_are_refused(make: Any, tmp_path):
+def test_weights_that_unpack_to_far_more_are_refused(make, tmp_path):
     with refused(r"x\.\w+: unpacks to .* times its size"):
         read_tensors(make(tmp_path))
 
@@ -173,7 +173,7 @@ NAMES = [
 
 
 @every(name=NAMES)
-def test_no_control_character_of_a_name_is_shown(name: str):
+def test_no_control_character_of_a_name_is_shown(name):
     shown = (visible(name), printable(name), csv_cell(name), csv_cell(f"={name}"))
     assert all(text.isprintable() for text in shown)
     assert visible("naïve 数据 \u3000 -x=y@z") == "naïve 数据 \u3000 -x=y@z"
@@ -210,7 +210,7 @@ def test_every_command_prints_through_the_guard():
 - [null, null]
 - [plain = name, plain = name]
 """)
-def test_no_cell_is_a_formula(cell: Any, expected: Any):
+def test_no_cell_is_a_formula(cell, expected):
     assert csv_cell(cell) == expected
     file = io.StringIO()
     csv.writer(file).writerow([csv_cell(cell)])

@@ -139,7 +139,7 @@ def test_urls_with_commands_or_secrets_are_refused_and_not_repeated(
 - ["s3://bucket/a", "../../../other", "s3://bucket/other"]
 - ["s3://bucket", "/etc/passwd", "s3://bucket/etc/passwd"]
 """)
-def test_names_are_joined_and_stay_on_their_host(folder: str, name: str, joined: str):
+def test_names_are_joined_and_stay_on_their_host(folder, name, joined):
     assert str(location_of(folder) / name) == joined
 
 
@@ -167,7 +167,7 @@ def content_of(url: str, name: str = "a.bin") -> bytes:
 
 @every(fault="error, drop, short, no_ranges, slow")
 def test_a_transient_fault_is_retried(
-    folder: Path, server: RangeServer, fault: str, monkeypatch
+    folder: Path, server: RangeServer, fault, monkeypatch
 ):
     monkeypatch.setattr(remote, "CHUNK_BYTES", 4000)
     server.fault = lambda path, number: fault if number % 3 else None
@@ -183,9 +183,7 @@ def test_a_transient_fault_is_retried(
 - [forbidden, storage, 403.*; 1 requests]
 - [missing, bad input, ; 1 requests]
 """)
-def test_a_lasting_fault_is_one_error(
-    server: RangeServer, fault: str, kind: str, text: str, capsys
-):
+def test_a_lasting_fault_is_one_error(server: RangeServer, fault, kind, text, capsys):
     """In time, and said meanwhile; a refusal at once."""
     server.fault = lambda path, number: fault
     with refused(rf"a\.bin: cannot be read .*{text}") as caught:
@@ -202,9 +200,7 @@ def test_a_lasting_fault_is_one_error(
 - [AWS_ACCESS_KEY_ID, a]
 - [AWS_PROFILE, none]
 """)
-def test_missing_credentials_are_an_error_at_once(
-    variable: str, value: str, monkeypatch
-):
+def test_missing_credentials_are_an_error_at_once(variable, value, monkeypatch):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, text in {
@@ -219,7 +215,7 @@ def test_missing_credentials_are_an_error_at_once(
 
 @pytest.mark.slow
 @every(scheme="s3, gs")
-def test_buckets_answer_with_what_was_asked_for(scheme: str, folder: Path, monkeypatch):
+def test_buckets_answer_with_what_was_asked_for(scheme, folder: Path, monkeypatch):
     """Through the real client libraries."""
     import fsspec
 
@@ -392,7 +388,7 @@ def _fetch_all(cache: Cache, first: int, sizes: Path) -> None:
 
 @every(limit="100, 4")
 def test_many_processes_fetch_each_file_once_and_keep_the_size(
-    tmp_path, log: Path, limit: int
+    tmp_path, log: Path, limit
 ):
     context = multiprocessing.get_context("fork")
     cache = Cache(tmp_path, num_files=limit)
@@ -436,7 +432,7 @@ def flaky(path: str, number: int) -> str | None:
 
 
 def test_every_layout_gives_the_batches_of_local_shards(
-    run: Run, server: RangeServer, undisturbed: list[list[bytes]], tmp_path
+    run: Run, server: RangeServer, undisturbed, tmp_path
 ):
     server.fault = flaky
     found = run.batches(ranks=1, workers=0, start=0, stop=1)
@@ -450,7 +446,7 @@ def test_every_layout_gives_the_batches_of_local_shards(
 
 
 def test_each_shard_is_prefetched_once_within_the_cache_size(
-    run: Run, server: RangeServer, undisturbed: list[list[bytes]], tmp_path
+    run: Run, server: RangeServer, undisturbed, tmp_path
 ):
     # In this process: workers end in the middle of a fetch, which another then begins again.
     assert run.batches(ranks=1, workers=0, start=0, stop=1) == undisturbed[:1]
@@ -481,7 +477,7 @@ def test_each_shard_is_prefetched_once_within_the_cache_size(
 - [2, missing]
 """)
 def test_an_outage_ends_the_run_and_names_the_shard(
-    run: Run, server: RangeServer, workers: int, fault: str
+    run: Run, server: RangeServer, workers, fault
 ):
     """An outage is no bit rot: substituting would make runs non-deterministic."""
     server.fault = lambda path, number: fault if path.endswith(".tar") else None

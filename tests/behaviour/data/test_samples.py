@@ -145,7 +145,7 @@ def reader(name: str, shards: Path, tmp_path: Path) -> Samples:
     ],
 )
 def test_a_passing_error_of_storage_changes_nothing(
-    shards: Path, tmp_path, no_pauses: None, kind: str, error: str, times: int
+    shards: Path, tmp_path, no_pauses, kind, error, times
 ):
     """The same sample is read again: none is replaced, and the run goes on."""
     expected = torch.empty_like(OUT)
@@ -159,7 +159,7 @@ def test_a_passing_error_of_storage_changes_nothing(
 
 @every(error="ESTALE, EIO", kind=READERS)
 def test_storage_that_stays_away_ends_the_run_and_is_named(
-    shards: Path, tmp_path, no_pauses: None, capsys, kind: str, error: str
+    shards: Path, tmp_path, no_pauses, capsys, kind, error
 ):
     """No other sample is taken, which would be another at each start."""
     samples = reader(kind, shards, tmp_path)
@@ -171,7 +171,7 @@ def test_storage_that_stays_away_ends_the_run_and_is_named(
     assert f"{text}; reading it again" in capsys.readouterr().err
 
 
-def test_a_stale_handle_is_opened_again(shards: Path, no_pauses: None):
+def test_a_stale_handle_is_opened_again(shards: Path, no_pauses):
     """As after another node has replaced the file: every read of the old one fails."""
     samples = training(shards)
     real = os.pread
@@ -191,7 +191,7 @@ def test_a_stale_handle_is_opened_again(shards: Path, no_pauses: None):
         assert [samples.fill(position, OUT)[1] for position in range(12)] == [[]] * 12
 
 
-def test_a_read_that_fails_half_way_is_no_damage(shards: Path, no_pauses: None):
+def test_a_read_that_fails_half_way_is_no_damage(shards: Path, no_pauses):
     """The first half is returned without an error, which only the read of the rest tells."""
     samples = training(shards)
     real = os.pread
@@ -212,7 +212,7 @@ def test_a_read_that_fails_half_way_is_no_damage(shards: Path, no_pauses: None):
 
 @every(error="EBADMSG, EUCLEAN, ENODATA")
 def test_bytes_that_the_file_system_finds_damaged_are_substituted_in_training_only(
-    shards: Path, error: str
+    shards: Path, error
 ):
     with failing(error) as calls:
         _, (lost,) = training(shards).fill(0, OUT)
@@ -222,7 +222,7 @@ def test_bytes_that_the_file_system_finds_damaged_are_substituted_in_training_on
 
 
 @every(error="EACCES, ENOMEM, EMFILE")
-def test_an_error_of_the_machine_ends_the_run_at_once(shards: Path, error: str):
+def test_an_error_of_the_machine_ends_the_run_at_once(shards: Path, error):
     for samples in (training(shards), evaluation(shards)):
         with (
             failing(error) as calls,
@@ -251,9 +251,7 @@ def test_damage_that_decodes_is_found_in_every_16th_sample(shards: Path):
 
 
 @every(fraction="null, 0.8")
-def test_evaluation_averages_areas_where_its_settings_say(
-    shards: Path, fraction: float | None
-):
+def test_evaluation_averages_areas_where_its_settings_say(shards: Path, fraction):
     """Bilinear and bicubic as the libraries: test_pixels, test_exporting."""
     more: dict[str, Any] = {}
     pixels = crops.decode(evaluation(shards).index.read(2))

@@ -70,7 +70,7 @@ JOINED = {
 
 
 @pytest.mark.parametrize("content", JOINED.values(), ids=JOINED)
-def test_tars_that_were_joined_are_read_to_the_end(content: bytes, tmp_path):
+def test_tars_that_were_joined_are_read_to_the_end(content, tmp_path):
     assert members_of(content) == (names_by_tarfile(content), "")
     # As one file of a source, as the tar of a class in a larger tar, and as a stream.
     expected = [name for name in names_by_tarfile(content) if name.endswith(".jpg")]
@@ -108,7 +108,7 @@ BEHIND = {
 
 
 @pytest.mark.parametrize("tail", BEHIND.values(), ids=BEHIND)
-def test_other_bytes_behind_the_end_mark_are_a_defect(tail: bytes, tmp_path):
+def test_other_bytes_behind_the_end_mark_are_a_defect(tail, tmp_path):
     (tmp_path / "train-0.tar").write_bytes(A + tail)
     rows = listed(opened("webdataset", tmp_path))
     assert [row.name for row in rows if row.reason is None][:3] == ["0", "1", "2"]
@@ -162,7 +162,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_headers_end_in_a_row(content: bytes, tmp_path):
+def test_hostile_headers_end_in_a_row(content, tmp_path):
     (tmp_path / "train-0.tar").write_bytes(
         ONE + content + ONE.replace(b"a.jpg", b"z.jpg")
     )

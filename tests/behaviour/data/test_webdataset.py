@@ -76,7 +76,7 @@ def test_an_epoch_has_every_sample_once(folder: Path, monkeypatch):
 
 
 @every(num_workers="0, 1, 2, 8", num_ranks="1, 2, 3, 256")
-def test_every_loader_process_needs_a_tar(num_ranks: int, num_workers: int):
+def test_every_loader_process_needs_a_tar(num_ranks, num_workers):
     """One without would look for one for ever: its share of every epoch is empty."""
     num_processes = num_ranks * max(num_workers, 1)
     for num_tars in {1, num_processes - 1, num_processes, num_processes + 1, 1024} - {
@@ -105,9 +105,7 @@ def batches(data: DataSettings, *, ranks: int = 1) -> list[Any]:
 @pytest.mark.parametrize(
     ("workers", "num_classes", "labels"), [(0, 4, {3}), (2, 4, {3}), (2, None, {-1})]
 )
-def test_labels_are_numbers_or_absent(
-    tmp_path, workers: int, num_classes: int | None, labels: set[int]
-):
+def test_labels_are_numbers_or_absent(tmp_path, workers, num_classes, labels):
     tars = {
         f"train-{n}.tar": {"a.JPG": photo(1), "a.cls": b" 3\n".rjust(50)}
         for n in range(4)
@@ -148,9 +146,7 @@ WHOLE = tar_bytes({"a.jpg": photo(1), "a.cls": b"1", "b.jpg": photo(2), "b.cls":
         (None, "cannot be read .No such file"),
     ],
 )
-def test_a_tar_that_cannot_be_used_is_named(
-    tmp_path, content: bytes | None, message: str
-):
+def test_a_tar_that_cannot_be_used_is_named(tmp_path, content, message):
     tar = tmp_path / "train-0.tar"
     if content is not None:
         tar.write_bytes(content)
@@ -173,7 +169,7 @@ def test_a_tar_that_cannot_be_used_is_named(
 - [dev, no tars 'dev']
 - [x.tar | touch FOLDER/canary, 1 of 1 tars are missing]
 """)
-def test_a_split_is_a_name_or_a_pattern(folder: Path, split: str, numbers: Any):
+def test_a_split_is_a_name_or_a_pattern(folder: Path, split, numbers):
     split = split.replace("FOLDER", str(folder))
     if not isinstance(numbers, str):
         names = [

@@ -102,7 +102,7 @@ UNSEEN = {
 
 
 @every(kind=UNSEEN)
-def test_a_class_that_training_never_sees_is_refused(kind: str, tmp_path):
+def test_a_class_that_training_never_sees_is_refused(kind, tmp_path):
     name, other, message = UNSEEN[kind]
     images = {"train/ant": 2, f"train/{name}": 2, "val/ant": 1, f"val/{other}": 2}
     source = write_folder(tmp_path / "in", images)
@@ -119,7 +119,7 @@ def test_a_class_that_training_never_sees_is_refused(kind: str, tmp_path):
         (b"train/a\x01", b"train/a\\x01"),
     ],
 )
-def test_names_that_become_one_class_are_refused(name: bytes, other: bytes, tmp_path):
+def test_names_that_become_one_class_are_refused(name, other, tmp_path):
     images = {os.fsdecode(folder): 1 for folder in (b"train/ant", name, other)}
     text = refusal(tmp_path, write_folder(tmp_path / "in", images))
     assert f"{other!r} and {name.partition(b'/')[2]!r} would be one class" in text
@@ -222,9 +222,7 @@ def write_labels(
 
 
 @every(odd=ODD, kind="path_table, parquet, cls, json")
-def test_a_label_that_is_no_plain_number_among_numbers_is_refused(
-    kind: str, odd: str, tmp_path
-):
+def test_a_label_that_is_no_plain_number_among_numbers_is_refused(kind, odd, tmp_path):
     labels = [str(number % 12) for number in range(24)]
     labels[13] = odd
     source, settings = write_labels(kind, tmp_path / "in", labels)

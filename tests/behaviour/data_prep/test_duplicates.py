@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -113,7 +112,7 @@ COPIES = {
 
 
 @every(kind=COPIES)
-def test_copies_are_found(kind: str):
+def test_copies_are_found(kind):
     copies = described(*(COPIES[kind](image) for image in images()))
     caught = are_duplicates(originals(), copies)
     assert caught.mean() >= 0.99
@@ -164,7 +163,7 @@ def dotted(seed: int) -> Image.Image:
 
 
 @every(draw=[surface, dotted, lambda seed: photograph(320, 240 + seed)])
-def test_copies_stand_the_second_look(draw: Any):
+def test_copies_stand_the_second_look(draw):
     for seed in range(3):
         image = draw(seed).convert("RGB")
         original = encoded(image, "PNG")
@@ -177,7 +176,7 @@ def test_copies_stand_the_second_look(draw: Any):
 
 
 @every(turn=[lambda image: image, ImageOps.mirror])
-def test_likeness_is_the_correlation_of_both_pictures(turn: Any):
+def test_likeness_is_the_correlation_of_both_pictures(turn):
     image = photograph(300, 300)
     copy = turn(image).resize((128, 128), Image.Resampling.BILINEAR)
     grey = np.asarray(turn(copy).convert("L")).ravel()
@@ -214,7 +213,7 @@ def test_blank_pictures_match_nothing():
 
 
 @every(angle="0.0, 0.5, 1.25")
-def test_a_faint_smooth_picture_matches_its_copy(angle: float):
+def test_a_faint_smooth_picture_matches_its_copy(angle):
     """Its details are encoding noise, so their correlation must not decide."""
     y, x = np.mgrid[:96, :96] / 96
     values = 128 + 16 * (x * np.cos(angle) + y * np.sin(angle) - 0.5)
@@ -259,9 +258,7 @@ def corpora(draw: st.DrawFn) -> np.ndarray:
 
 @given(descriptors=corpora(), max_pairs=st.sampled_from([5, 1 << 17]))
 @settings(max_examples=60, deadline=None)
-def test_the_search_finds_the_nearest_of_all_pairs(
-    descriptors: np.ndarray, max_pairs: int
-):
+def test_the_search_finds_the_nearest_of_all_pairs(descriptors: np.ndarray, max_pairs):
     """Among those that are much alike, any."""
     with mock.patch.multiple(search, MAX_PAIRS=max_pairs, BATCH_ROWS=3):
         found = nearest_similar(descriptors)

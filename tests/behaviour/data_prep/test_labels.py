@@ -31,7 +31,7 @@ def written(path: Path, text: str) -> str:
 
 
 @every(name=LABEL_SPACES)
-def test_known_spaces_have_their_published_sizes(name: str):
+def test_known_spaces_have_their_published_sizes(name):
     classes = known_space(name)
     assert (len(classes), classes[0], classes[-1]) == SIZES[name]
     assert len(set(classes)) == len(classes)
@@ -56,7 +56,7 @@ def test_labels_are_the_sorted_classes_or_all_of_a_space():
 
 
 @every(value=["-1", "1000", "", " 1", "1_0", "٣", "1.0", "9" * 5000])
-def test_invalid_positions_have_no_class(value: str):
+def test_invalid_positions_have_no_class(value):
     assert labels(space="imagenet_1k", values="index").class_of(value) is None
 
 
@@ -96,7 +96,7 @@ def test_maps_apply_before_the_space(tmp_path):
     ],
 )
 def test_malformed_files_are_refused_with_their_line(
-    key: str, name: str, text: bytes | None, message: str, tmp_path
+    key, name, text, message, tmp_path
 ):
     if text is not None:
         (tmp_path / name).write_bytes(text)

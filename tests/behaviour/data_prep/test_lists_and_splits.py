@@ -69,7 +69,7 @@ image_ts label_ts
 
 
 @every(folders=RECOGNISED)
-def test_folders_named_by_keywords_are_splits(folders: str, tmp_path):
+def test_folders_named_by_keywords_are_splits(folders, tmp_path):
     for name in folders.split():
         touch(tmp_path, f"{name}/cat/1.jpg", f"{name}/dog/1.jpg")
     touch(tmp_path, ".cache/x/3.jpg")
@@ -81,9 +81,7 @@ def test_folders_named_by_keywords_are_splits(folders: str, tmp_path):
 
 
 @every(names=REFUSED)
-def test_folders_that_may_be_splits_are_refused_with_both_readings(
-    names: str, tmp_path
-):
+def test_folders_that_may_be_splits_are_refused_with_both_readings(names, tmp_path):
     folders = names.split()
     for name in folders:
         is_flat = name in ("preview", "annotations", *"abcde")
@@ -122,7 +120,7 @@ def test_folders_that_may_be_splits_are_refused_with_both_readings(
         ("strain", "valley", "device", "contest", "a", "b", "c", "d", "e"),
     ]
 )
-def test_classes_may_be_called_like_splits(folders: tuple[str, ...], tmp_path):
+def test_classes_may_be_called_like_splits(folders, tmp_path):
     touch(tmp_path, *(f"{name}/1.jpg" for name in folders))
     assert {row.class_name for row in inputs(tmp_path)} == set(folders)
 
@@ -170,7 +168,7 @@ FILES = {
 
 
 @every(names=FILES, place="folder, bucket")
-def test_files_are_splits_one_split_or_refused(names: str, place: str, tmp_path):
+def test_files_are_splits_one_split_or_refused(names, place, tmp_path):
     tars = touch(tmp_path, *(f"{name}.tar" for name in names.split()))
     work = WorkFolder(run_of(tars, tmp_path / "out"))
     work.path.mkdir()
@@ -272,7 +270,7 @@ FORMS = {
 
 
 @every(form=FORMS)
-def test_a_list_gives_each_image_its_class(form: str, tmp_path):
+def test_a_list_gives_each_image_its_class(form, tmp_path):
     touch(tmp_path / "in", *(f"train/{number}/1.jpg" for number in range(3)))
     touch(tmp_path / "in/val", *LOOSE)
     (tmp_path / "list").write_bytes(FORMS[form].encode())
@@ -297,9 +295,7 @@ def test_a_full_name_goes_before_a_stem(tmp_path):
 - [['file,class', 'v_0.jpg,cat'], '']
 - [['v_0.jpg,cat'], '']
 """)
-def test_lines_that_name_no_image_are_counted(
-    lines: list[str], note: str, tmp_path, capsys
-):
+def test_lines_that_name_no_image_are_counted(lines, note, tmp_path, capsys):
     touch(tmp_path / "in", "train/cat/1.jpg", "val/v_0.jpg")
     (tmp_path / "list").write_text("\n".join(lines))
     inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
@@ -326,7 +322,7 @@ def test_lines_that_name_no_image_are_counted(
         ("class\ncat\ndog\n", "with 3 lines names no image"),
     ],
 )
-def test_a_list_that_fits_no_form_is_refused(text: str, message: str, tmp_path):
+def test_a_list_that_fits_no_form_is_refused(text, message, tmp_path):
     touch(
         tmp_path / "in", "train/cat/1.jpg", "train/dog/1.jpg", "val/a.jpg", "val/b.jpg"
     )
@@ -336,7 +332,7 @@ def test_a_list_that_fits_no_form_is_refused(text: str, message: str, tmp_path):
 
 
 @every(text=["a.jpg,cat\nb.jpg,dog\n", "cat\ndog\n"])
-def test_a_line_is_for_one_image(text: str, tmp_path):
+def test_a_line_is_for_one_image(text, tmp_path):
     names = [f"{split}/{name}.jpg" for split in ("test", "val") for name in "ab"]
     touch(tmp_path / "in", "train/cat/1.jpg", "train/dog/1.jpg", *names)
     (tmp_path / "list").write_text(text)
@@ -363,9 +359,7 @@ def test_a_line_is_for_one_image(text: str, tmp_path):
         (["v9.jpg", "v10.jpg"], False),
     ],
 )
-def test_classes_alone_need_names_with_one_order(
-    names: list[str], is_certain: bool, tmp_path
-):
+def test_classes_alone_need_names_with_one_order(names, is_certain, tmp_path):
     touch(tmp_path / "in", "train/a b/1.jpg", *(f"val/{name}" for name in names))
     labels = [f"class, {number}" for number in range(len(names))]
     (tmp_path / "list").write_text("\n".join(labels) + "\n")
@@ -382,7 +376,7 @@ def test_classes_alone_need_names_with_one_order(
 
 
 @every(mark=["", "\ufeff"], ends=["\n", "\r\n", "\r"])
-def test_marks_and_ends_of_lines_are_no_part_of_names(ends: str, mark: str, tmp_path):
+def test_marks_and_ends_of_lines_are_no_part_of_names(ends, mark, tmp_path):
     def file(name: str, *lines: str) -> str:
         (tmp_path / name).write_bytes((mark + ends.join([*lines, ""])).encode())
         return str(tmp_path / name)
@@ -418,7 +412,7 @@ def test_marks_and_ends_of_lines_are_no_part_of_names(ends: str, mark: str, tmp_
         (b"a\n\xed\xa0\x80\n", "is not UTF-8.*in line 2"),
     ],
 )
-def test_other_bytes_are_refused_with_their_line(data: bytes, message: str, tmp_path):
+def test_other_bytes_are_refused_with_their_line(data, message, tmp_path):
     (tmp_path / "file.csv").write_bytes(data)
     for read in (
         load_space,
@@ -457,7 +451,7 @@ def test_other_bytes_are_refused_with_their_line(data: bytes, message: str, tmp_
         (b"image,other\n0.jpg,a\n", "has no column 'label'"),
     ],
 )
-def test_tables_in_other_encodings_are_refused(data: bytes, message: str, tmp_path):
+def test_tables_in_other_encodings_are_refused(data, message, tmp_path):
     (tmp_path / "t.csv").write_bytes(data)
     touch(tmp_path, "0.jpg")
     with refused(message):

@@ -85,7 +85,7 @@ TAILS = {
 
 
 @every(check="header, decode, strict", kind=JPEGS, tail=TAILS)
-def test_anything_may_follow_a_picture(kind: str, tail: str, check: str):
+def test_anything_may_follow_a_picture(kind, tail, check):
     data = JPEGS[kind] + TAILS[tail]
     found = check_image(data, settings=ImageSettings(check=check))
     assert found.reason is None
@@ -97,7 +97,7 @@ def test_anything_may_follow_a_picture(kind: str, tail: str, check: str):
 
 @every(tail=[b"", MOVIE, OTHER, b"\xff\xd9"[:1], bytes(100)])
 @every(kind=[kind for kind in JPEGS if kind != "MPO"])
-def test_a_cut_picture_is_not_whole_whatever_follows(kind: str, tail: bytes):
+def test_a_cut_picture_is_not_whole_whatever_follows(kind, tail):
     data = JPEGS[kind]
     for end in (data.rindex(b"\xff\xda") + 20, len(data) - 30, len(data) - 2):
         found = check_image(data[:end] + tail, settings=ImageSettings(check="header"))
@@ -132,9 +132,7 @@ KEYS = [
 
 @every(channels="1, 3", interlaced="false, true")
 @pytest.mark.parametrize("high, low", KEYS)
-def test_16_bit_colours_are_compared_in_16_bits(
-    high: int, low: int, channels: int, interlaced: bool
-):
+def test_16_bit_colours_are_compared_in_16_bits(high, low, channels, interlaced):
     """The PNG specification, 11.3.2.1: all 16 bits count."""
     near = [
         high << 8 | low,
@@ -163,7 +161,7 @@ def test_16_bit_colours_are_compared_in_16_bits(
 
 
 @every(depth="1, 2, 4, 8")
-def test_grey_of_few_bits_is_compared_as_stored(depth: int):
+def test_grey_of_few_bits_is_compared_as_stored(depth):
     """Prepared or not, in every value of the depth; bits above the depth do not count."""
     width = max(8, 1 << depth)
     values = np.arange(width) % (1 << depth)

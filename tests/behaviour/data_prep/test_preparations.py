@@ -144,7 +144,7 @@ def test_a_mount_point_is_refused_before_any_work(tmp_path):
     ],
 )
 def test_lost_work_stops_and_keeps_the_rest(
-    until: str, damaged: str, damage: Callable[[Path], None], message: str, tmp_path
+    until, damaged, damage: Callable[[Path], None], message, tmp_path
 ):
     """No output gets its name without all its tars."""
     table = pa.table({"image": [encoded("JPEG", seed=1)], "label": ["a"]})
@@ -167,7 +167,7 @@ FILES = {
 
 
 @every(key=FILES)
-def test_a_changed_file_changes_the_settings(key: str, tmp_path):
+def test_a_changed_file_changes_the_settings(key, tmp_path):
     section = "labels" if key in ("map", "space") else "source"
     listed = tmp_path / "list.csv"
     run = run_of(tmp_path, tmp_path / "out", **{section: {key: str(listed)}})
@@ -182,9 +182,7 @@ def test_a_changed_file_changes_the_settings(key: str, tmp_path):
 
 
 @every(num_links="4, 5")
-def test_too_many_bad_inputs_are_refused_before_an_image_is_read(
-    num_links: int, tmp_path
-):
+def test_too_many_bad_inputs_are_refused_before_an_image_is_read(num_links, tmp_path):
     """Hidden files and other names do not count: 4 of 20 are a fifth."""
     folder = tmp_path / "images/cat"
     folder.mkdir(parents=True)
@@ -209,9 +207,7 @@ def test_too_many_bad_inputs_are_refused_before_an_image_is_read(
 - [t.parquet, path_table, '1 damaged_table .*: ''t.parquet''']
 - [cat/1.txt, image_folder, '1 other_name .*: ''cat/1.txt''']
 """)
-def test_when_every_input_is_rejected_the_error_says_why(
-    name: str, kind: str, message: str, tmp_path
-):
+def test_when_every_input_is_rejected_the_error_says_why(name, kind, message, tmp_path):
     file = tmp_path / "source" / name
     file.parent.mkdir(parents=True)
     file.write_bytes(b"PAR1 cut")
@@ -278,7 +274,7 @@ def test_a_shard_is_written_without_holding_its_images(tmp_path):
 
 
 @pytest.mark.parametrize("code", [*OUTAGES, *FAULTS], ids=errno.errorcode.get)
-def test_outages_while_reading_reject_no_file(code: int, tmp_path, monkeypatch):
+def test_outages_while_reading_reject_no_file(code, tmp_path, monkeypatch):
     run = run_of(corpus(tmp_path / "images", num=1), tmp_path / "shards")
     status = (tmp_path / "images" / "cat" / "000.jpg").stat()
     row = {
@@ -329,7 +325,7 @@ def test_a_listing_that_is_cut_off_keeps_the_work(tmp_path, monkeypatch):
 
 @every(leaves_a_folder="false, true", mount="images, images/cat")
 def test_an_unmounted_source_keeps_the_work_and_resumes(
-    mount: str, leaves_a_folder: bool, tmp_path
+    mount, leaves_a_folder, tmp_path
 ):
     run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
     p = prepare_here(run, until="write shards")
@@ -381,9 +377,7 @@ def ordered(
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(NAMES, unique=True, max_size=60), st.integers(1, 20))
-def test_order_and_keys_do_not_depend_on_the_order_of_listing(
-    names: list[str], batch: int
-):
+def test_order_and_keys_do_not_depend_on_the_order_of_listing(names, batch):
     inputs = [make_input(name) for name in names]
     whole = ordered(inputs, batch=1000)
     shuffled = random.Random(batch).sample(inputs, len(inputs))

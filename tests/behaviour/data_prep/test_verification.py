@@ -127,7 +127,7 @@ def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) ->
 - ['01234', {blake3: null}, "not have the samples of the manifest's tars"]
 """)
 def test_an_index_that_was_written_wrongly_is_found(
-    shards: Path, order: str, values: Values, message: str
+    shards: Path, order, values, message
 ):
     def change(index_rows: list[Values]) -> None:
         index_rows[2].update(values)
@@ -139,7 +139,7 @@ def test_an_index_that_was_written_wrongly_is_found(
 
 
 @every(label="0, -2")
-def test_labels_in_a_folder_without_classes_are_found(tmp_path, label: int):
+def test_labels_in_a_folder_without_classes_are_found(tmp_path, label):
     folder = tmp_path / "shards"
     make_shard_folder(folder, classes=())
     assert findings(folder) == []
@@ -148,7 +148,7 @@ def test_labels_in_a_folder_without_classes_are_found(tmp_path, label: int):
 
 
 @every(name=[INDEX_NAME, "ledger.parquet", "_info.json", TRAIN])
-def test_missing_and_cut_files_are_found(shards: Path, name: str):
+def test_missing_and_cut_files_are_found(shards: Path, name):
     data = (shards / name).read_bytes()
     (shards / name).unlink()
     missing = findings(shards)
@@ -182,7 +182,7 @@ def test_other_index_columns_are_refused(shards: Path):
 )
 @every(batch_rows="1, 2, 1000")
 def test_the_samples_of_ledger_and_index_are_compared_in_pieces(
-    shards: Path, change: Any, is_found: bool, batch_rows: int, monkeypatch
+    shards: Path, change, is_found, batch_rows, monkeypatch
 ):
     monkeypatch.setattr("data_prep.verification.BATCH_ROWS", batch_rows)
     assert findings(shards) == []
@@ -247,7 +247,7 @@ def test_memory_does_not_grow_with_the_samples(tmp_path, monkeypatch):
 
 
 @every(reader="verification, source")
-def test_a_parquet_file_is_never_held_as_a_whole(reader: str, tmp_path):
+def test_a_parquet_file_is_never_held_as_a_whole(reader, tmp_path):
     """Random bytes, which do not get smaller in the file: 8 MB in 32 groups of rows."""
     path = tmp_path / "rows.parquet"
     num = 8_000
@@ -270,7 +270,7 @@ def test_a_parquet_file_is_never_held_as_a_whole(reader: str, tmp_path):
 
 
 @every(name=["../x.tar", "/x.tar", "a/../../x.tar", "..", "", "a\0.tar"])
-def test_a_manifest_that_names_files_outside_is_refused(shards: Path, name: str):
+def test_a_manifest_that_names_files_outside_is_refused(shards: Path, name):
     manifest = read_manifest(shards)
     first = manifest.splits["train"].shards[0]
     split = replace(manifest.splits["train"], shards=(replace(first, name=name),))
@@ -291,7 +291,7 @@ def test_an_index_that_names_other_tars_is_not_followed(shards: Path, tmp_path):
 
 
 @every(link="entry_points, entry_points/deep")
-def test_entry_points_are_not_written_through_links(shards: Path, tmp_path, link: str):
+def test_entry_points_are_not_written_through_links(shards: Path, tmp_path, link):
     (tmp_path / "victim").mkdir()
     name = f"deep/{TRAIN}" if "/" in link else TRAIN
     (shards / name).parent.mkdir(exist_ok=True)

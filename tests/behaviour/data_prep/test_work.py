@@ -78,7 +78,7 @@ def test_what_others_did_meanwhile_is_seen(work: WorkFolder, monkeypatch):
 
 @every(skew_s="0.0, -3600.0, 3600.0")
 def test_claims_of_silent_processes_are_taken_over(
-    work: WorkFolder, skew_s: float, monkeypatch
+    work: WorkFolder, skew_s, monkeypatch
 ):
     """By the file system's clock. In a new container the ids of a dead one live again."""
     here = socket.gethostname()
@@ -163,7 +163,7 @@ def test_a_process_has_a_heartbeat(work: WorkFolder, monkeypatch):
 
 
 @every(num="1, 2")
-def test_each_result_has_the_position_of_its_item(num: int):
+def test_each_result_has_the_position_of_its_item(num):
     items = [0.05 if number % 3 == 0 else number / 1e6 for number in range(50)]
     with Workers(time.sleep, num=num, imports=()) as workers:
         found = sorted(workers.results(iter(items)))

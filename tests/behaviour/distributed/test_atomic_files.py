@@ -92,7 +92,7 @@ def fill(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("do", "code"), [("print", 0), ("write", EXIT_CODES[FailureKind.STORAGE])]
 )
-def test_a_rank_prints_on_a_full_disk(small_disk: Path, tmp_path, do: str, code: int):
+def test_a_rank_prints_on_a_full_disk(small_disk: Path, tmp_path, do, code):
     fill(small_disk)
     with open(small_disk / "log", "ab") as log:
         done = subprocess.run(
@@ -192,7 +192,7 @@ def test_columns_pickle_as_their_path_and_parts_as_arrays():
     ],
 )
 def test_an_error_of_any_node_is_raised_on_all_ranks(
-    error: UserError, failing: tuple[int, ...], kind: type[UserError], text: str
+    error: UserError, failing, kind: type[UserError], text
 ):
     def make(rank: int) -> int:
         if rank in failing:

@@ -71,10 +71,10 @@ PRECISIONS = [
 @pytest.mark.parametrize("dtype, stage, world_size, section, sent_as", PRECISIONS)
 def test_micro_batches_are_summed_in_fp32_and_few_ranks_in_half_precision(
     dtype: torch.dtype,
-    stage: int,
-    world_size: int,
-    section: str | None,
-    sent_as: str | None,
+    stage,
+    world_size,
+    section,
+    sent_as,
 ):
     found = config(dtype, stage=stage, world_size=world_size)
     assert {"torch_autocast", "bf16", "fp16"} & found.keys() == {section} - {None}
@@ -84,7 +84,7 @@ def test_micro_batches_are_summed_in_fp32_and_few_ranks_in_half_precision(
 
 
 @every(stage="1, 2")
-def test_bucket_holds_the_largest_parameter(stage: int):
+def test_bucket_holds_the_largest_parameter(stage):
     """The gradient of a larger one is freed while it is still being reduced."""
     for raw in ({}, {"zero_optimization": {"reduce_bucket_size": 50}}):
         found = config(BF16, stage=stage, largest_parameter=10**8, **raw)
@@ -146,9 +146,7 @@ READ = """
 
 
 @pytest.mark.parametrize("engine, raw, setting", yaml.safe_load(UNREAD))
-def test_raw_keys_that_nothing_reads_are_refused(
-    engine: dict[str, Any], raw: dict[str, Any], setting: str
-):
+def test_raw_keys_that_nothing_reads_are_refused(engine, raw, setting):
     problems = list(raw_problems(raw, engine=EngineSettings(**engine)))
     assert [text for _, text in problems] == [
         f"has no effect here; remove it, or set {setting}"
@@ -156,7 +154,7 @@ def test_raw_keys_that_nothing_reads_are_refused(
 
 
 @pytest.mark.parametrize("engine, raw", yaml.safe_load(READ))
-def test_raw_keys_that_are_read_are_taken(engine: dict[str, Any], raw: dict[str, Any]):
+def test_raw_keys_that_are_read_are_taken(engine, raw):
     assert list(raw_problems(raw, engine=EngineSettings(**engine))) == []
 
 

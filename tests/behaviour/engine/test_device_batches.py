@@ -56,7 +56,7 @@ def events(monkeypatch) -> list[str]:
     return found
 
 
-def test_kernels_wait_for_their_own_copy_alone(events: list[str]):
+def test_kernels_wait_for_their_own_copy_alone(events):
     batches = DeviceBatches(numbered(2), GPU)
     for number in range(2):
         assert int(next(batches).labels[0]) == number
@@ -70,7 +70,7 @@ def test_kernels_wait_for_their_own_copy_alone(events: list[str]):
     assert events == expected + [line.format(1) for line in use]
 
 
-def test_error_of_the_loader_comes_at_its_own_batch(events: list[str]):
+def test_error_of_the_loader_comes_at_its_own_batch(events):
     """The step before it still ends, and with it its checkpoint and its line in the log."""
     batches = DeviceBatches(numbered(1, error=RankError("a worker died")), GPU)
     next(batches)

@@ -66,7 +66,7 @@ def original_linear() -> Iterator[None]:
 - [1, 3]
 - [3, 0]
 """)
-def test_a_training_goes_on_at_another_stage(world: World, source: int, target: int):
+def test_a_training_goes_on_at_another_stage(world: World, source, target):
     """Clipping, skipped updates, the average of the weights, and all counters are the same."""
     state_moves_in_the_middle(world, source=source, target=target)
 
@@ -138,7 +138,7 @@ def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World
 
 
 @every(stage=LAYOUTS)
-def test_buffers_are_saved_and_move_with_the_state(world: World, stage: int):
+def test_buffers_are_saved_and_move_with_the_state(world: World, stage):
     """Buffers that are not persistent are computed."""
     engines = []
     for value in (torch.tensor([1.5, -2.0]), torch.zeros(2)):
@@ -176,7 +176,7 @@ def calls_of(loop: Any) -> int:
 - [1, master]
 """)
 def test_an_update_asks_little_more_of_the_host_than_a_plain_loop(
-    world: World, stage: int, precision: str
+    world: World, stage, precision
 ):
     """In bf16, at the depth of B/16; a group for each layer costs what it costs in torch."""
 
@@ -226,9 +226,7 @@ def seen_gpu() -> Iterator[None]:
 
 
 @every(precision="fp32, bf16", stage=STAGES)
-def test_a_cpu_is_used_beside_gpus(
-    world: World, seen_gpu: None, stage: int, precision: str
-):
+def test_a_cpu_is_used_beside_gpus(world: World, seen_gpu, stage, precision):
     assert get_accelerator().device_name() == "cuda"
     training = Training("adamw", Machine(stage=stage, precision=precision), world)
     training.train(2)
@@ -241,7 +239,7 @@ def test_a_cpu_is_used_beside_gpus(
 
 @every(stage="2, 3")
 def test_a_loss_that_leaves_out_other_parameters_is_refused(
-    world: World, stage: int, monkeypatch
+    world: World, stage, monkeypatch
 ):
     """As one of two ranks, whose gradients DeepSpeed would add to those of other parameters."""
     two = replace(world, world_size=2)
@@ -272,7 +270,7 @@ def test_a_loss_that_leaves_out_other_parameters_is_refused(
 
 
 @every(stage=STAGES)
-def test_a_parameter_that_no_loss_uses_is_decayed_alike(world: World, stage: int):
+def test_a_parameter_that_no_loss_uses_is_decayed_alike(world: World, stage):
     """Its gradient is zero, on one rank without ZeRO too: AdamW would leave out what has none."""
     model = new_model("adamw")
     model.register_parameter("unused", torch.nn.Parameter(torch.ones(3, 2)))
@@ -285,7 +283,7 @@ def test_a_parameter_that_no_loss_uses_is_decayed_alike(world: World, stage: int
 
 
 @every(stage="0, 1")
-def test_a_closed_engine_watches_its_model_no_more(world: World, stage: int):
+def test_a_closed_engine_watches_its_model_no_more(world: World, stage):
     """On several ranks it would send its own sums between those of the next engine."""
     model = new_model("adamw")
     with patch.object(gradients.dist, "get_world_size", return_value=2):

@@ -94,7 +94,7 @@ def trained(
 @every(
     name=by_level([*fast_cases(), *slow_cases()], fast=fast_cases(), slow=slow_cases())
 )
-def test_a_training_is_that_of_the_reference(trained: Trained, name: str):
+def test_a_training_is_that_of_the_reference(trained: Trained, name):
     is_exact = ALL[name][1].precision == "fp32"
     check(ALL[name][0], trained(name), train_reference(*ALL[name]), exact=is_exact)
 

@@ -91,9 +91,7 @@ def test_words_of_a_few_classes_find_their_outputs():
 - [[cat, dog], ["0", "1"], [-1, -1], matched by name]
 - [["0", "1"], [cat, dog], [-1, -1], matched by name]
 """)
-def test_other_classes_meet_by_name(
-    model: list[str] | None, data: list[str], columns: list[int], how: str
-):
+def test_other_classes_meet_by_name(model, data, columns, how):
     found = column_of_each_class(model, data, num_outputs=len(model or data))
     assert (list(found.columns), found.how) == (columns, how)
 

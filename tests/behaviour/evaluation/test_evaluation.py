@@ -87,7 +87,7 @@ def group() -> Iterator[None]:
 - [360, 360]
 - [42500, 50000]
 """)
-def test_the_interval_equals_scipys(count: int, images: int):
+def test_the_interval_equals_scipys(count, images):
     expected = binomtest(count, images).proportion_ci(method="wilson")
     share = Share(count, images)
     none = Share(0, 0)
@@ -108,7 +108,7 @@ def subject(*shards: str, outputs: int = 3) -> Any:
         (subject("cat", outputs=0), ("has no head", "knn")),
     ],
 )
-def test_what_has_no_classes_is_refused(given: Any, parts: tuple[str, ...]):
+def test_what_has_no_classes_is_refused(given, parts):
     check_labels(subject("cat", "dog", "eel"), name="classification")
     with pytest.raises(UserError) as error:
         check_labels(given, name="classification")
@@ -312,7 +312,7 @@ label,class,images,correct,top1
 
 
 @every(num_classes="5, 8")
-def test_metrics_equal_brute_force(num_classes: int):
+def test_metrics_equal_brute_force(num_classes):
     logits = torch.randn(NUM, num_classes, generator=torch.Generator().manual_seed(1))
     labels = [(3 * number) % num_classes for number in range(NUM)]
     found = classified(given_outputs(logits, labels))
@@ -464,7 +464,7 @@ def test_labels_are_mapped_by_name():
 
 
 @every(name=SUBSETS)
-def test_named_sets_are_timms_index_lists(name: Any):
+def test_named_sets_are_timms_index_lists(name):
     lines = timm_file(f"{name}_indices.txt", where="").read_text().split()
     classes = known_space(name)[::-1]  # shards may have any order
     subject = given_outputs(torch.zeros(1, 1000), [0], classes=classes)
@@ -534,7 +534,7 @@ def test_the_published_number_of_images_is_left_out():
 
 
 @every(key="val-cat-1, ILSVRC2012_val_00050001, ILSVRC2012_val_00000000")
-def test_other_keys_are_refused(tmp_path, key: str):
+def test_other_keys_are_refused(tmp_path, key):
     keys = ["ILSVRC2012_val_00000001", key]
     subject = given_outputs(
         torch.zeros(2, 1000), [], val=split_with_keys(tmp_path, keys)
@@ -570,7 +570,7 @@ def brute_force(
 
 
 @every(num_bank="60, 4")
-def test_every_k_equals_brute_force(num_bank: int):
+def test_every_k_equals_brute_force(num_bank):
     bank = 3 * normalized(num_bank, seed=0)
     queries = 2 * normalized(40, seed=1)
     labels = [number % CLASSES for number in range(num_bank)]
@@ -621,7 +621,7 @@ def direct_scores(
 
 
 @every(num_images="7, 24, 25, 300", std="5, 2.0e-05")
-def test_ridge_equals_a_direct_solve(num_images: int, std: float):
+def test_ridge_equals_a_direct_solve(num_images, std):
     """Also of features that hardly differ, as those of a collapsed model."""
     random = np.random.default_rng(0)
     train, test = (

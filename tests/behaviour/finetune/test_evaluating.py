@@ -133,7 +133,7 @@ def test_classes_in_another_order_give_the_same_metrics(shards: Path, tmp_path, 
     ],
 )
 def test_other_classes_are_neither_evaluated_nor_counted(
-    shards: Path, tmp_path, classes: tuple[str, ...] | None, message: str
+    shards: Path, tmp_path, classes, message
 ):
     model = small_model(num_classes=len(classes or CLASSES), classes=classes)
     folder = saved(tmp_path / "model", model)
@@ -232,7 +232,7 @@ def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path):
 
 @every(independent="false, true")
 def test_shares_stand_alone_where_the_loss_was_a_sigmoid(
-    shards: Path, tmp_path, independent: bool
+    shards: Path, tmp_path, independent
 ):
     model = replace(animals(), independent=independent)
     # Shares that are rounded to 1 and 0 leave the order of the classes as it is.
@@ -252,7 +252,7 @@ def test_shares_stand_alone_where_the_loss_was_a_sigmoid(
 
 
 @every(value=[math.nan, math.inf])
-def test_outputs_that_are_no_numbers_are_an_error(shards: Path, tmp_path, value: float):
+def test_outputs_that_are_no_numbers_are_an_error(shards: Path, tmp_path, value):
     model = animals()
     model.network.get_parameter("blocks.1.mlp.fc1.weight").data[0, 0] = value
     folder = saved(tmp_path / "model", model)
@@ -324,7 +324,7 @@ def test_a_metric_that_is_no_number_is_null_in_json(tmp_path):
 
 @pytest.mark.parametrize("probe", PROBES, ids=[each["name"] for each in PROBES])
 def test_probes_never_learn_from_the_images_they_are_scored_on(
-    shards: Path, tmp_path, probe: Values
+    shards: Path, tmp_path, probe
 ):
     folder = saved(tmp_path / "model", animals())
     for data, number in (
@@ -379,9 +379,9 @@ def test_a_run_is_evaluated_on_the_images_it_was_evaluated_on(
     shards: Path,
     mixed_in: Path,
     tmp_path,
-    data: Any,
-    bank: list[str],
-    images: list[str],
+    data,
+    bank,
+    images,
 ):
     (tmp_path / "keys.txt").write_text("\n".join(KEYS))
     given = {
@@ -432,6 +432,6 @@ def test_words_on_the_command_line_win_over_the_run(
 - [[2, 0]]
 - [[]]
 """)
-def test_shots_are_at_least_one_image(shots: list[int]):
+def test_shots_are_at_least_one_image(shots):
     with pytest.raises(ValidationError):
         FewShotSettings(shots=tuple(shots))

@@ -48,7 +48,7 @@ swiglu: {mlp: swiglu, layer_scale: 0.1}
 
 
 @every(kind=KINDS)
-def test_timm_gives_equal_logits(tmp_path, kind: str):
+def test_timm_gives_equal_logits(tmp_path, kind):
     loaded = small_model(**KINDS[kind])
     folder = export(loaded, "timm", tmp_path / "out")
     assert (
@@ -64,7 +64,7 @@ def test_timm_gives_equal_logits(tmp_path, kind: str):
 - [{pool: gap}, {global_pool: avg, class_token: false, fc_norm: false}]
 - [{pool: map}, {global_pool: map, class_token: false, fc_norm: false}]
 """)
-def test_npz_is_read_by_timm_and_here(tmp_path, settings: Values, options: Values):
+def test_npz_is_read_by_timm_and_here(tmp_path, settings, options):
     loaded = small_model(**settings)
     path = str(export(loaded, "npz", tmp_path / "out") / "model.npz")
     sizes = yaml.safe_load("""
@@ -84,9 +84,7 @@ EVERYTHING = {"gelu": "erf", "layer_norm_eps": 1e-5, "class_position": False}
 
 @every(settings=[EVERYTHING, {"representation_layer": True}, {"num_classes": 0}])
 @every(to="npz, safetensors")
-def test_exported_folders_are_read_back_as_they_are(
-    tmp_path, settings: Values, to: str
-):
+def test_exported_folders_are_read_back_as_they_are(tmp_path, settings, to):
     """With everything that weights do not show: GELU, epsilon, heads, preprocessing, names."""
     how = {"mean": (0.1, 0.2, 0.3), "eval_resize": "center_crop"}
     classes = None if "num_classes" in settings else tuple("vwxyz")
@@ -160,9 +158,7 @@ def test_a_card_has_the_metrics_of_the_exported_weights(tmp_path):
 - [npz, {pool: gap, class_token: true}, a class token that no head reads]
 - [npz, {family: timm}, a model of the family timm]
 """)
-def test_what_does_not_fit_is_refused(
-    tmp_path, to: str, settings: Values, problem: str
-):
+def test_what_does_not_fit_is_refused(tmp_path, to, settings, problem):
     with refused(f"{to} cannot express this model") as caught:
         export(small_model(**settings), to, tmp_path / "out")
     assert problem in caught.value.what
@@ -171,7 +167,7 @@ def test_what_does_not_fit_is_refused(
 
 
 @every(to="timm, huggingface, npz, safetensors", shift=[0.01, math.nan])
-def test_other_logits_leave_nothing(to: str, shift: float, tmp_path, monkeypatch):
+def test_other_logits_leave_nothing(to, shift, tmp_path, monkeypatch):
     loaded = small_model()
     original = EXPORTS[to].write
     bias: Any = loaded.network.get_parameter("head.bias").data
@@ -216,7 +212,7 @@ registers: [Dinov2WithRegisters, {num_registers: 3, pool: cls_mean, layer_scale:
 
 @pytest.mark.slow
 @every(kind=OF_TRANSFORMERS)
-def test_transformers_gives_equal_logits(tmp_path, kind: str):
+def test_transformers_gives_equal_logits(tmp_path, kind):
     """The export itself compares them, of features too; here what its Auto class makes of it."""
     from transformers import AutoModelForImageClassification
 
@@ -245,9 +241,7 @@ def test_transformers_gives_equal_logits(tmp_path, kind: str):
 @pytest.mark.parametrize(
     ("family", "classes"), [("timm", ("a", "é: 'b'", "c", "d", "e")), ("vit", ())]
 )
-def test_a_graph_gives_the_logits_and_says_what_it_needs(
-    tmp_path, family: str, classes: tuple[str, ...]
-):
+def test_a_graph_gives_the_logits_and_says_what_it_needs(tmp_path, family, classes):
     import onnxruntime
 
     loaded = small_model(family, num_classes=len(classes), classes=classes or None)
@@ -311,7 +305,7 @@ def timm_pixels(folder: Path, image: Image.Image) -> torch.Tensor:
 - [{eval_resize: center_crop, eval_crop_fraction: 1.0}]
 - [{eval_resize: squash_crop, eval_crop_fraction: 0.8}]
 """)
-def test_timm_makes_the_same_pixels(tmp_path, resize: Values, interpolation: str):
+def test_timm_makes_the_same_pixels(tmp_path, resize, interpolation):
     """A crop on noise, where half a pixel of shift changes every value; else a photo squashed."""
     how = {"mean": MEAN, "std": STD, "eval_interpolation": interpolation} | resize
     folder = exported(tmp_path / "out", "timm", how)
@@ -331,7 +325,7 @@ def test_timm_makes_the_same_pixels(tmp_path, resize: Values, interpolation: str
 
 
 @every(resize="squash, center_crop, squash_crop", to="timm, huggingface")
-def test_transformers_sees_the_pixels_of_timm(tmp_path, to: str, resize: str):
+def test_transformers_sees_the_pixels_of_timm(tmp_path, to, resize):
     from transformers import AutoConfig, AutoImageProcessor
 
     how = {

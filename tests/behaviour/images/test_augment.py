@@ -66,9 +66,7 @@ def run(image: torch.Tensor, settings: AugmentSettings, key: int) -> torch.Tenso
     key=st.integers(0, 2**64 - 1),
 )
 @settings(max_examples=25, deadline=None)
-def test_any_image_stays_an_image(
-    name: str, height: int, width: int, low: int, key: int
-):
+def test_any_image_stays_an_image(name, height, width, low, key):
     levels = np.random.default_rng(key).integers(
         low, 256, (3, height, width), dtype=np.uint8
     )
@@ -83,7 +81,7 @@ def test_any_image_stays_an_image(
 
 
 @every(mode="const, rand, pixel")
-def test_erasing_fills_one_box(mode: str):
+def test_erasing_fills_one_box(mode):
     image = torch.full((3, 64, 64), 255, dtype=torch.uint8)
     options = AugmentSettings(erasing=ErasingSettings(probability=0.25, mode=mode))
     shares = []
@@ -152,7 +150,7 @@ def to_pil(image: torch.Tensor) -> Image.Image:
 
 
 @every(name=TIMM, magnitude="0.0, 3.3, 9.0, 9.9", sign="1, -1")
-def test_timm_policy_equals_timm(name: str, magnitude: float, sign: int, monkeypatch):
+def test_timm_policy_equals_timm(name, magnitude, sign, monkeypatch):
     """Equal to one level: machines may round a blend's products differently."""
     monkeypatch.setattr(timm_augment, "_randomly_negate", lambda value: sign * value)
     for kind, share in (("BILINEAR", 0.2), ("BICUBIC", 0.7)):
@@ -167,9 +165,7 @@ def test_timm_policy_equals_timm(name: str, magnitude: float, sign: int, monkeyp
 
 
 @every(name="rotate, shear_x, shear_y, translate_x, translate_y", sign="1, -1")
-def test_fill_and_resampling_are_those_of_timms_training(
-    name: str, sign: int, monkeypatch
-):
+def test_fill_and_resampling_are_those_of_timms_training(name, sign, monkeypatch):
     """DeiT: `create_transform` passes its bicubic resize and the mean's colour to RandAugment."""
     monkeypatch.setattr(timm_augment, "_randomly_negate", lambda value: sign * value)
     hparams = {"img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
@@ -196,7 +192,7 @@ def test_fill_and_resampling_are_those_of_timms_training(
     ],
 )
 def test_three_augment_equals_pillow(
-    chosen: float, reference: Callable[[Image.Image], Image.Image]
+    chosen, reference: Callable[[Image.Image], Image.Image]
 ):
     """DeiT-III's: one of three, then contrast, saturation and brightness in a drawn order."""
     strength = [0.5] if chosen == 0.9 else []  # of the blur
@@ -218,7 +214,7 @@ def _blend(gray: np.ndarray | float, image: np.ndarray, factor: float) -> np.nda
 
 
 @every(magnitude="0.0, 2.0, 10.0, 15.0, 20.0")
-def test_augreg_levels(magnitude: float):
+def test_augreg_levels(magnitude):
     image = photo(224, seed=5)
     x = image.numpy().astype(np.float64)
     factor = 0.1 + 0.18 * magnitude
@@ -246,7 +242,7 @@ def test_augreg_levels(magnitude: float):
 
 
 @every(sign="1, -1")
-def test_augreg_geometry_is_nearest_neighbour(sign: int):
+def test_augreg_geometry_is_nearest_neighbour(sign):
     """Pixel by pixel: centres at whole numbers, sheared about the first, turned about the middle;
     100 pixels and 30 degrees at magnitude 10 (9.7 here: 10 puts every tenth row half way)."""
     image = photo(130, seed=2).numpy()

@@ -44,7 +44,7 @@ NOISE = Image.fromarray(
     key=st.integers(0, 2**63),
 )
 def test_random_crops_lie_inside_the_image(
-    draw_box: Callable[..., CropBox], width: int, height: int, low: float, key: int
+    draw_box: Callable[..., CropBox], width, height, low, key
 ):
     box = draw_box(
         width, height, area=(low, 1.0), aspect=(3 / 4, 4 / 3), random=CounterRandom(key)
@@ -93,7 +93,7 @@ def test_tf_crops_are_distributed_as_tensorflows():
 
 
 @pytest.mark.parametrize("resized, size", [((7, 7), 7), ((9, 12), 7), ((40, 54), 40)])
-def test_area_resize_averages_areas(resized: tuple[int, int], size: int):
+def test_area_resize_averages_areas(resized, size):
     """Each pixel as many times as there are rows and columns of the result: areas become whole."""
     pixels = np.random.default_rng(0).integers(0, 256, (23, 31, 3), dtype=np.uint8)
     own = area_resized(torch.from_numpy(pixels), resized=resized, size=size)
@@ -127,7 +127,7 @@ def plain_crop(pixels_HW3: torch.Tensor, *, size: int, key: int) -> torch.Tensor
 - [16, 21]
 - [16, 16]
 """)
-def test_plain_crop_is_a_crop_of_the_reflected_image(width: int, height: int):
+def test_plain_crop_is_a_crop_of_the_reflected_image(width, height):
     """DeiT-III's: RandomCrop(size, padding=4, padding_mode="reflect"), every offset as likely."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(

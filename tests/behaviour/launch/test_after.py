@@ -127,11 +127,11 @@ REPORTS = {"storage": STORAGE, "other": ERROR, "lost": LOST, "gone": GONE}
 """)
 def test_the_cause_is_what_the_best_report_says(
     tmp_path,
-    errors: list[str],
-    reports: list[str],
-    kind: str,
-    node: str | None,
-    reason: str,
+    errors,
+    reports,
+    kind,
+    node,
+    reason,
 ):
     record_failure(tmp_path, replace(ERROR, attempt="17/0"))  # of another attempt
     lines = ["srun: got SIGCONT", *(f"srun: error: {error}" for error in errors)]
@@ -162,9 +162,7 @@ def test_the_cause_is_what_the_best_report_says(
   - "sh: 1: exec: /env/python: No such file or directory"
 - [17_1_log.out, 2, "error: /env/python: No such file or directory", null]
 """)
-def test_a_node_without_python_is_blamed(
-    tmp_path, log: str, code: int, last: str, why: str | None
-):
+def test_a_node_without_python_is_blamed(tmp_path, log, code, last, why):
     line = f"srun: error: n2: task 1: Exited with exit code {code}"
     (tmp_path / log).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / log).write_text(f"of an earlier attempt\n{last}\n{line}\n")
@@ -280,7 +278,7 @@ ROWS = yaml.safe_load("""
 
 
 @every(row=ROWS)
-def test_restarts_have_limits(row: list[str]):
+def test_restarts_have_limits(row):
     *endings, follows = row
     pairs = [each.split() for each in endings]
     found = attempts(*((Ending(ending), int(gained)) for ending, gained in pairs))
@@ -408,7 +406,7 @@ def test_the_next_attempt_closes_one_without_an_end(tmp_path):
 @every(
     rest=[b'{"event": "attempt", "number": 7', b'{"event": "attempt", "number": 3}\n']
 )
-def test_a_damaged_line_hides_no_other(tmp_path, rest: bytes):
+def test_a_damaged_line_hides_no_other(tmp_path, rest):
     first = begin(tmp_path)
     (events,) = (tmp_path / EVENTS_NAME).iterdir()
     with events.open("ab") as file:

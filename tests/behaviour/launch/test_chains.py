@@ -189,7 +189,7 @@ def test_overrides_of_the_chain_reach_runs_that_have_the_key():
 - ["{optim.lr: [0.01, 0.001]", "{init: [a]", "init is given twice"]
 - ["[launch.num_tasks=2]", "[], sweep: {seed: [1]}", "data_prep has no sweep"]
 """)
-def test_wrong_chains_are_refused(folder: Path, old: str, new: str, message: str):
+def test_wrong_chains_are_refused(folder: Path, old, new, message):
     assert CHAIN.count(old) == 1
     path = write_chain(folder, CHAIN.replace(old, new))
     with refused(message):

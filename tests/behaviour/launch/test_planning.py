@@ -155,7 +155,7 @@ TARS = """
 
 @rows(TARS)
 def test_tars_without_an_index_are_enough_for_the_loader_processes(
-    tasks: int, nodes: Any, workers: int, refused: str | None
+    tasks, nodes, workers, refused
 ):
     """On the largest number of nodes that a job may get."""
     data: dict[str, Any] = {
@@ -181,9 +181,7 @@ SHARES = """
 
 
 @rows(SHARES)
-def test_a_share_that_cannot_be_divided_well_is_a_warning(
-    batch: int, tasks: int, nodes: Any, parts: list[str]
-):
+def test_a_share_that_cannot_be_divided_well_is_a_warning(batch, tasks, nodes, parts):
     launch = {"tasks_per_node": tasks, "nodes": nodes, "cpus_per_task": 3}
     engine = {"max_micro_batch": 64}
     row = checked(data={"global_batch": batch}, launch=launch, engine=engine).get(
@@ -251,9 +249,7 @@ UNFIT = """
 
 
 @rows(UNFIT)
-def test_what_does_not_fit_is_named(
-    folder: Path, changes: dict[str, Any], row: str, result: str, expected: str
-):
+def test_what_does_not_fit_is_named(folder: Path, changes, row, result, expected):
     (folder.parent / "file").touch()
     check = checked(**changes)[row]
     assert check.result == result and expected in check.detail

@@ -361,9 +361,7 @@ def test_an_attempt_that_follows_the_submission_counts(run: RunFolder):
 
 
 @every(node_ahead="-300, 0, 300", here_ahead="-300, 0, 300")
-def test_clocks_that_differ_change_no_age(
-    run: RunFolder, here_ahead: int, node_ahead: int
-):
+def test_clocks_that_differ_change_no_age(run: RunFolder, here_ahead, node_ahead):
     began = NOW - 60 + node_ahead
     run.attempt(None, started=began)
     facts = {"time": began, "first_step": 0, "total_steps": 100}
@@ -420,7 +418,7 @@ NO_RUNS = r"""
 
 
 @rows(NO_RUNS)
-def test_a_name_that_is_no_run_is_an_error(here: Path, names: list[str], report: str):
+def test_a_name_that_is_no_run_is_an_error(here: Path, names, report):
     with refused(report):
         find_runs(names)
 
@@ -506,9 +504,7 @@ REFUSALS = """
 
 
 @rows(REFUSALS)
-def test_requeueing_is_tried_for_a_while(
-    monkeypatch, times: int, text: str, is_queued: bool
-):
+def test_requeueing_is_tried_for_a_while(monkeypatch, times, text, is_queued):
     left = iter([text] * times)
 
     asked = []
@@ -541,7 +537,7 @@ EXCLUSIONS = """
 
 @rows(EXCLUSIONS)
 def test_a_node_is_excluded_if_enough_others_are_up(
-    monkeypatch, up: str, before: str, fewest: int | None, excluded: str | None
+    monkeypatch, up, before, fewest, excluded
 ):
     """Else the job, which had two nodes, would wait for ever."""
     asked: list[tuple[str, ...]] = []

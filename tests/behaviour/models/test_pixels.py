@@ -137,7 +137,7 @@ def hugging_face(folder: Path, kind: str, processor: Values, **config: Any) -> P
 
 
 @pytest.mark.parametrize(("kind", "processor"), PROCESSORS["known"])
-def test_pixels_are_those_of_transformers(tmp_path, kind: str, processor: Values):
+def test_pixels_are_those_of_transformers(tmp_path, kind, processor):
     folder = hugging_face(tmp_path, kind, processor)
     theirs = transformers.AutoImageProcessor.from_pretrained(folder)
     ours = vitscale.load_model(folder).preprocess
@@ -152,9 +152,7 @@ def test_pixels_are_those_of_transformers(tmp_path, kind: str, processor: Values
 
 
 @pytest.mark.parametrize(("processor", "message"), PROCESSORS["refused"])
-def test_steps_that_no_setting_expresses_are_refused(
-    tmp_path, processor: Values, message: str
-):
+def test_steps_that_no_setting_expresses_are_refused(tmp_path, processor, message):
     folder = hugging_face(tmp_path, "vit", processor)
     with refused(f"(?s)preprocessor_config.json: {message}.*not supported"):
         open_model(str(folder))
@@ -219,7 +217,7 @@ def timm_folder(folder: Path, config: Values, *, is_old: bool) -> Path:
 
 
 @every(config=CONFIGS, is_old="false, true")
-def test_pixels_are_those_of_timm(tmp_path, config: Values, is_old: bool):
+def test_pixels_are_those_of_timm(tmp_path, config, is_old):
     folder = timm_folder(tmp_path, config, is_old=is_old)
     theirs = create_transform(**resolve_data_config({}, pretrained_cfg=config))
     for model in (
@@ -246,7 +244,7 @@ SMALL_ARGUMENTS = {key: SMALL[key] for key in ("embed_dim", "depth", "num_heads"
         "vit_small_patch14_dinov2.lvd142m",
     ],
 )
-def test_published_configurations_give_timms_pixels(name: str):
+def test_published_configurations_give_timms_pixels(name):
     config = get_pretrained_cfg(name)
     theirs = create_transform(
         **resolve_data_config({}, pretrained_cfg=config.to_dict())
@@ -263,7 +261,7 @@ def test_published_configurations_give_timms_pixels(name: str):
 - [{input_size: [3, 32, 24]}, 32 x 24 px]
 - [{crop_pct: 1.1}, a share 1.1]
 """)
-def test_what_timm_does_otherwise_is_refused(change: Values, message: str):
+def test_what_timm_does_otherwise_is_refused(change, message):
     with refused(message):
         timm_preprocessing(CONFIGS[0] | change, where="here")
 
@@ -304,7 +302,7 @@ def trained_by_timm(path: Path, arguments: Values, **more: Any) -> Any:
 """)
 @every(as_timm="false, true")
 def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
-    tmp_path, change: Values, as_timm: bool
+    tmp_path, change, as_timm
 ):
     arguments = TRAINED | change
     path = tmp_path / "last.pth.tar"
@@ -335,7 +333,7 @@ def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
 
 
 @every(key="state_dict_ema, model_ema")
-def test_the_average_is_taken_as_for_runs(tmp_path, key: str):
+def test_the_average_is_taken_as_for_runs(tmp_path, key):
     """`auto` takes it where there is one, as timm's create_model does."""
     path = tmp_path / "last.pth.tar"
     torch.manual_seed(1)
@@ -360,7 +358,7 @@ def test_the_average_is_taken_as_for_runs(tmp_path, key: str):
 
 @every(prefix="_orig_mod., module._orig_mod., _orig_mod.module., model._orig_mod.")
 @every(suffix=".pth, .safetensors")
-def test_names_of_compiled_models_are_read(tmp_path, prefix: str, suffix: str):
+def test_names_of_compiled_models_are_read(tmp_path, prefix, suffix):
     plain = tiny_weights()
     named = {f"{prefix}{name}": value for name, value in plain.items()}
     # Blocks that are compiled one by one have the prefix inside.

@@ -66,7 +66,7 @@ def images(size: int = SIZE) -> torch.Tensor:
 
 @every(name=NAMES)
 @torch.no_grad()
-def test_outputs_and_costs_are_those_of_timm(name: str):
+def test_outputs_and_costs_are_those_of_timm(name):
     model = built(name).eval()
     own = plain(name).eval()
     own.load_state_dict(model.state_dict())
@@ -86,7 +86,7 @@ def test_flops_of_a_transformer_are_those_of_the_formula():
 
 
 @every(name=NAMES)
-def test_the_seed_gives_the_weights(name: str):
+def test_the_seed_gives_the_weights(name):
     first, same, other = (built(name, seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(first[key], same[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
@@ -95,7 +95,7 @@ def test_the_seed_gives_the_weights(name: str):
 
 
 @every(name=NAMES)
-def test_rates_and_decay_by_layer_are_those_of_timm(name: str):
+def test_rates_and_decay_by_layer_are_those_of_timm(name):
     model = built(name)
     arch = TimmSettings(model=name, image_size=SIZE).resolved(num_classes=5)
     kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]  # a function
@@ -123,7 +123,7 @@ def test_rates_and_decay_by_layer_are_those_of_timm(name: str):
 
 @every(name="test_convnext, test_efficientnet_gn")
 @torch.no_grad()
-def test_images_have_channels_last_on_a_gpu_and_stay_so(name: str, monkeypatch):
+def test_images_have_channels_last_on_a_gpu_and_stay_so(name, monkeypatch):
     """One layer that made planes of them would undo it for all after it."""
     model = built(name).eval()
     layouts = list[bool]()
@@ -144,7 +144,7 @@ def test_images_have_channels_last_on_a_gpu_and_stay_so(name: str, monkeypatch):
 
 
 @every(family="vit, timm")
-def test_weights_are_rounded_once_for_bf16(family: str):
+def test_weights_are_rounded_once_for_bf16(family):
     """A batch converts pixels, to fp32 and to bf16, and no weight."""
     loaded = small_model(family)
     pixels = images(loaded.arch.image_size).mul(40).add(128).byte()
@@ -204,7 +204,7 @@ def test_what_timm_saved_is_read(tmp_path):
 
 @every(name="test_convnext, test_vit, test_vit_relpos")
 @torch.no_grad()
-def test_folders_are_read_by_timm_and_here(tmp_path, name: str):
+def test_folders_are_read_by_timm_and_here(tmp_path, name):
     """Also at another image size, resampled as timm does."""
     how = {"mean": (0.1, 0.2, 0.3)}
     loaded = small_model(
@@ -247,7 +247,7 @@ def test_transfer_keeps_all_but_the_classifier(tmp_path):
 
 
 @every(name="test_vit, test_vit2, vit_tiny_patch16_224")
-def test_patches_of_another_size_are_resized_only_if_asked(tmp_path, name: str):
+def test_patches_of_another_size_are_resized_only_if_asked(tmp_path, name):
     """As of the family vit. timm's own reader resizes them unasked."""
     source = timm.create_model(name, img_size=SIZE, num_classes=5, patch_size=16)
     path = tmp_path / "model.safetensors"
@@ -275,7 +275,7 @@ def test_patches_of_another_size_are_resized_only_if_asked(tmp_path, name: str):
 - [{model: test_vit, image_size: 65}, cannot run test_vit on images of 65 px]
 - [{model: test_vit, arguments: {deep: 1}}, unexpected keyword argument 'deep']
 """)
-def test_what_timm_does_not_have_is_refused(values: dict[str, Any], message: str):
+def test_what_timm_does_not_have_is_refused(values, message):
     settings = TimmSettings.model_validate(values)
     with refused(message):
         build_model(settings.resolved(num_classes=5), seed=0)

@@ -69,7 +69,7 @@ def transfer(
         (DISTILLED, 2),
     ],
 )
-def test_tokens_carry_over_to_another_grid(options: dict[str, Any], prefix: int):
+def test_tokens_carry_over_to_another_grid(options, prefix):
     source = shaken(**options)
     target = shaken(**options, image_size=24)
     assert transfer(target, source) == []
@@ -139,7 +139,7 @@ def test_fixed_positions_are_computed_for_the_new_grid():
 
 
 @every(with_position="true, false")
-def test_adding_or_removing_the_class_position_keeps_features(with_position: bool):
+def test_adding_or_removing_the_class_position_keeps_features(with_position):
     source = shaken(class_position=with_position)
     target = shaken(class_position=not with_position)
     before = target.forward_features(IMAGES)
@@ -184,9 +184,7 @@ def test_patches_are_resized_as_flexivit_does():
 - [{}, {depth: 2}, 'blocks.1.attn.proj.bias: model .24,., checkpoint lacks it']
 - [{}, {patch_size: 8}, 'model \(24, 3, 8, 8\)(?s:.*)init_patch=resize']
 """)
-def test_another_kind_of_model_is_refused_by_name(
-    source: dict[str, object], target: dict[str, object], row: str
-):
+def test_another_kind_of_model_is_refused_by_name(source, target, row):
     """Nothing is loaded then."""
     model = shaken(**target)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -269,7 +267,7 @@ REFERENCES = {
 
 
 @every(convention=REFERENCES, prefix="0, 2")
-def test_conventions_equal_independent_references(convention: str, prefix: int):
+def test_conventions_equal_independent_references(convention, prefix):
     """14 x 14 to the grids of 112 x 448 (as many tokens) and 384 x 512 px, a smaller one, and from
     no square."""
     for grids in ("14x14 7x28", "14x14 24x32", "14x14 9x9", "4x5 3x9"):
@@ -295,7 +293,7 @@ def test_conventions_equal_independent_references(convention: str, prefix: int):
 - [[3, 7]]
 - [[37, 37]]
 """)
-def test_fixed_positions_equal_a_slow_table(grid: tuple[int, int]):
+def test_fixed_positions_equal_a_slow_table(grid):
     """Columns first; big_vision's frequencies include 1 / 10,000, MAE's stop short of it."""
     for function, steps in (
         (sincos_position_embedding, 5),

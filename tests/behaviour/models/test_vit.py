@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from tests.support.tables import Values, rows
+from tests.support.tables import rows
 from vitscale.models import costs
 from vitscale.models.costs import num_parameters
 from vitscale.models.interface import InFp32, SharedDropPath
@@ -69,7 +69,7 @@ OPTIONS = yaml.safe_load("""
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @torch.no_grad()
-def test_forward_and_count_equal_independent_references(options: Values):
+def test_forward_and_count_equal_independent_references(options):
     model = shaken(**options)
     arch = arch_of(**options)
     weights = {**dict(model.named_parameters()), "pos_embed": model.pos_embed}
@@ -99,7 +99,7 @@ def test_forward_and_count_equal_independent_references(options: Values):
 - [104, 240]
 - [24, 96]
 """)
-def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int):
+def test_mlps_have_the_width_that_is_asked_for(width, mlp_width):
     """timm rounds the product of width and ratio down."""
     for mlp in ("gelu", "swiglu"):
         model = small(width=width, mlp_width=mlp_width, mlp=mlp)
@@ -117,7 +117,7 @@ def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int):
 - [{attention_dropout: 0.1}]
 - [{head_std: 0.1}]
 """)
-def test_options_do_not_change_the_other_weights_of_a_seed(options: Values):
+def test_options_do_not_change_the_other_weights_of_a_seed(options):
     alike = {key: options[key] for key in options if key == "class_position"}
     plain = small(**alike).state_dict()
     changed = small(**options).state_dict()
@@ -314,7 +314,7 @@ def model(request) -> Any:
     return family.load().build_model(arch, seed=0)
 
 
-def test_the_objective_takes_further_inputs(model: Any):
+def test_the_objective_takes_further_inputs(model):
     images = torch.zeros(1, 3, 32, 32)
     with pytest.raises(AssertionError, match="feature"):
         model(images, output="feature")
@@ -322,7 +322,7 @@ def test_the_objective_takes_further_inputs(model: Any):
     assert torch.equal(model(images + 1, output="objective", factor=2), images + 2)
 
 
-def test_logits_are_in_fp32_in_a_model_in_bf16(model: Any):
+def test_logits_are_in_fp32_in_a_model_in_bf16(model):
     """Near -10, where bf16 has steps of 0.06; also under autocast, as at ZeRO stage 0."""
     heads: list[Any] = [
         module for module in model.modules() if isinstance(module, InFp32)
@@ -376,9 +376,7 @@ def published(preset: str, num_classes: int = 1000, **settings: object) -> ViTSe
 - [S/16, {distillation_token: true}, 22436432]
 - [B/16, {distillation_token: true, image_size: 384}, 87630032]
 """)
-def test_sizes_have_the_published_number_of_parameters(
-    preset: str, options: dict[str, object], expected: int
-):
+def test_sizes_have_the_published_number_of_parameters(preset, options, expected):
     assert costs.num_parameters(published(preset, **options)) == expected
 
 
@@ -390,7 +388,7 @@ def test_sizes_have_the_published_number_of_parameters(
 - [L/14, 81.08]
 - [H/14, 167.4]
 """)
-def test_flops_match_published_multiply_adds(preset: str, gmacs: float):
+def test_flops_match_published_multiply_adds(preset, gmacs):
     assert costs.train_flops_per_image(published(preset)) / 6e9 == pytest.approx(
         gmacs, rel=2e-3
     )
@@ -420,9 +418,7 @@ def test_activations_match_34_bytes_per_token_channel_and_block():
 - [bf16, 2, 4]
 - [bf16, 3, 2.25]
 """)
-def test_zero_stages_shard_what_the_paper_says(
-    precision: str, stage: int, bytes_per_parameter: float
-):
+def test_zero_stages_shard_what_the_paper_says(precision, stage, bytes_per_parameter):
     arch = published("L/16")
     memory = costs.memory_estimate(
         arch, costs=costs, zero_stage=stage, world_size=8, precision=precision, micro_batch=64,

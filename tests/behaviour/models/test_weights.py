@@ -69,7 +69,7 @@ def check(ours: TrainedModel, expected: torch.Tensor, output: str = "logits") ->
 - [Dinov2, {use_swiglu_ffn: true}]
 - [Dinov2WithRegisters, {}]
 """)
-def test_hugging_face_classifiers_give_their_logits(tmp_path, kind: str, more: Values):
+def test_hugging_face_classifiers_give_their_logits(tmp_path, kind, more):
     config = getattr(transformers, f"{kind}Config")(**SMALL, id2label=NAMES, **more)
     theirs = shaken(getattr(transformers, f"{kind}ForImageClassification")(config))
     theirs.save_pretrained(tmp_path)
@@ -90,7 +90,7 @@ TRUNKS = ("ViT", "ViTMAE", "DeiT", "Dinov2", "Dinov2WithRegisters")
 
 
 @every(kind=TRUNKS)
-def test_hugging_face_trunks_give_their_features(tmp_path, kind: str):
+def test_hugging_face_trunks_give_their_features(tmp_path, kind):
     """The class token; with a distillation token the mean of both, as timm and our exports."""
     config = getattr(transformers, f"{kind}Config")(**SMALL)
     theirs = shaken(getattr(transformers, f"{kind}Model")(config))
@@ -125,7 +125,7 @@ def test_hugging_face_trunks_give_their_features(tmp_path, kind: str):
 - [vit_giant_patch14_dinov2, {}]
 - [vit_base_patch16_siglip_224, {}]
 """)
-def test_timms_folders_give_its_logits(tmp_path, name: str, more: Values):
+def test_timms_folders_give_its_logits(tmp_path, name, more):
     theirs = shaken(timm.create_model(name, **TIMM, **more))
     theirs.pretrained_cfg["crop_pct"] = 0.93
     synsets = ["cat", *(f"n0144076{label}" for label in range(1, 5))]
@@ -158,7 +158,7 @@ def test_timms_folders_give_its_logits(tmp_path, name: str, more: Values):
 - [vit_so150m_patch16_reg4_map_256, {}]  # positions of registers
 """)
 @torch.no_grad()
-def test_other_vits_of_timm_are_of_its_family(tmp_path, name: str, more: Values):
+def test_other_vits_of_timm_are_of_its_family(tmp_path, name, more):
     theirs = shaken(timm.create_model(name, **TIMM, **more))
     save_for_hf(theirs, tmp_path, model_args=TIMM | more)
     found = open_model(str(tmp_path))
@@ -167,7 +167,7 @@ def test_other_vits_of_timm_are_of_its_family(tmp_path, name: str, more: Values)
 
 
 @every(name="deit3_small_patch16_224, vit_small_patch14_reg4_dinov2")
-def test_a_bare_file_needs_only_its_heads(tmp_path, name: str):
+def test_a_bare_file_needs_only_its_heads(tmp_path, name):
     """Its width of 32 is of no known model. Positions are resampled to another image size."""
     theirs = shaken(timm.create_model(name, **TIMM))
     path = str(tmp_path / "bare.safetensors")
@@ -260,7 +260,7 @@ def test_positions_form_a_square(tmp_path):
 
 # Made once, all parameters random: `google` has the logits of timm's reader, `own` is our export.
 @every(kind="google, timm, vit, deit, dinov2, own")
-def test_stored_weights_still_give_the_logits_of_their_libraries(kind: str):
+def test_stored_weights_still_give_the_logits_of_their_libraries(kind):
     folder = FOLDER / "weights" / kind
     expected = json.loads((folder / "expected.json").read_text())
     path = folder / "model.npz"
@@ -317,7 +317,7 @@ CHUNKED = {n.replace("blocks.0.", "blocks.0.0."): v for n, v in STATE.items()}
     ids=["mae", "timm", "dino", "dinov2", "parameters", "chunks"],
 )
 @every(kind="zip, old")
-def test_files_of_trainers_load_as_their_weights(tmp_path, content: Any, kind: str):
+def test_files_of_trainers_load_as_their_weights(tmp_path, content, kind):
     path = tmp_path / "model.pth"
     torch.save(content, path, _use_new_zipfile_serialization=kind != "old")
     found = read_weights(path)
@@ -337,7 +337,7 @@ def test_files_of_trainers_load_as_their_weights(tmp_path, content: Any, kind: s
 - [1664, 16]
 - [640, 10]
 """)
-def test_heads_are_those_of_the_known_model(tmp_path, width: int, heads: int):
+def test_heads_are_those_of_the_known_model(tmp_path, width, heads):
     path = tmp_path / "bare.safetensors"
     sizes = {"width": width, "num_heads": heads, "depth": 1, "mlp_width": 8}
     save_file(small_model(**sizes).network.state_dict(), path)
@@ -360,7 +360,7 @@ class Trap:
 
 # torch words it otherwise for modules that it always refuses, such as os.
 @every(kind="zip, old, os, npz")
-def test_pickles_that_run_code_are_refused_unread(tmp_path, kind: str):
+def test_pickles_that_run_code_are_refused_unread(tmp_path, kind):
     sprung = tmp_path / "sprung"
     path = tmp_path / "trap.pth"
     if kind == "npz":
@@ -431,7 +431,7 @@ def weights(tmp_path) -> Path:
 
 
 @every(names="[cat], {cat: 0}")
-def test_names_that_are_not_those_of_the_outputs_are_refused(weights: Path, names: Any):
+def test_names_that_are_not_those_of_the_outputs_are_refused(weights: Path, names):
     (weights.parent / "classes.json").write_text(json.dumps(names))
     with refused("1 names of classes for the model's 5 outputs|is no list"):
         open_model(str(weights))
@@ -462,7 +462,7 @@ def test_what_is_no_model_is_one_error(tmp_path, weights: Path):
 - [{architecture: vit_tiny_patch16_224, pretrained_cfg: x}, description is incomplete or invalid]
 - [{model_type: vit}, "incomplete or invalid .KeyError: 'num_attention_heads'"]
 """)
-def test_other_models_are_refused(weights: Path, config: Values, message: str):
+def test_other_models_are_refused(weights: Path, config, message):
     (weights.parent / "config.json").write_text(json.dumps(config))
     with refused(message):
         open_model(str(weights.parent))

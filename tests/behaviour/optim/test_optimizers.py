@@ -26,7 +26,7 @@ from vitscale.optim.settings import OPTIMIZERS, OptimSettings
     ("name", "momentum_dtype"),
     [*((name, "fp32") for name in OPTIMIZERS), ("adamw", "bf16")],
 )
-def test_table_lists_the_state_of_each_optimizer(name: str, momentum_dtype: Any):
+def test_table_lists_the_state_of_each_optimizer(name, momentum_dtype):
     settings = OptimSettings(name=name, lr=0.1, momentum_dtype=momentum_dtype)
     weight = torch.nn.Parameter(torch.ones(4, 3))
     group = {"params": [weight], "weight_decay": 0.0}
@@ -47,9 +47,7 @@ def test_table_lists_the_state_of_each_optimizer(name: str, momentum_dtype: Any)
 - [3.0, -0.1]
 - [0.0, 0.0]
 """)
-def test_lamb_takes_the_step_of_adam_where_a_norm_is_zero(
-    gradient: float, value: float
-):
+def test_lamb_takes_the_step_of_adam_where_a_norm_is_zero(gradient, value):
     """A fresh head has no size to keep; Adam's first step is one learning rate."""
     head = torch.nn.Parameter(torch.zeros(2, 4))
     optimizer = Lamb([{"params": [head], "weight_decay": 0.02}], lr=0.1)

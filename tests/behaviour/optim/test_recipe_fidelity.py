@@ -151,7 +151,7 @@ NO_RECIPE = {
 
 
 @every(name=TABLE["recipes"])
-def test_recipe_resolves_to_the_published_numbers(name: str):
+def test_recipe_resolves_to_the_published_numbers(name):
     # YAML has lists and no tuples.
     values = json.loads(json.dumps(resolved(recipe(name))))
     assert values == published(TABLE["recipes"][name])

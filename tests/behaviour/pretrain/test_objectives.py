@@ -79,7 +79,7 @@ def test_what_is_corrupted_depends_on_the_seed():
 
 
 @MASKING
-def test_parameters_are_those_of_the_module(section: dict[str, Any]):
+def test_parameters_are_those_of_the_module(section):
     run, objective, arch = opened(section)
     model = build_model(run, objective, arch)
     counts = [p.numel() for p in model.parameters() if p.requires_grad]
@@ -108,9 +108,7 @@ def test_costs_are_those_of_the_parts():
 - [L/16, 303099904, 26139392, 0.337]
 - [H/14, 630435840, 26178124, 0.29]
 """)
-def test_costs_are_those_of_the_published_models(
-    preset: str, encoder: int, decoder: int, ratio: float
-):
+def test_costs_are_those_of_the_published_models(preset, encoder, decoder, ratio):
     model = {"preset": preset, "positions": "sincos2d_mae"}
     _, mae, arch = opened({"name": "mae"}, model=model)
     assert PLAIN.num_parameters(arch) == encoder
@@ -236,7 +234,7 @@ def test_chance_loses_ln_512():
 
 
 @every(options="{}, {pool: gap, positions: sincos2d}, {num_registers: 2}")
-def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]):
+def test_predictions_equal_an_independent_forward_pass(options):
     """Corrupted image by image, before positions; read from each patch's own token."""
     model = small_model({"image_size": 24, "patch_size": 8, **options}).eval()
     model.objective = MaskedPatches(16).double()
@@ -315,7 +313,7 @@ def slow_predictions(
 
 
 @every(normalized="true, false", recompute="false, true")
-def test_loss_and_gradients_equal_the_slow_version(normalized: bool, recompute: bool):
+def test_loss_and_gradients_equal_the_slow_version(normalized, recompute):
     model = small_model(FIXED)
     if recompute:
         vit.checkpoint_activations(model)

@@ -93,7 +93,7 @@ def num_runs(store: Store) -> int:
 
 @every(in_mlflow_before="true, false", same_name="true, false")
 def test_a_copy_that_goes_on_is_another_run(
-    same_name: bool, in_mlflow_before: bool, tmp_path, uri: str, store: Store
+    same_name, in_mlflow_before, tmp_path, uri, store: Store
 ):
     base = tmp_path / "base"
     branch = tmp_path / "branch"
@@ -118,9 +118,7 @@ def test_a_copy_that_goes_on_is_another_run(
     assert origin is not None and tags["vitscale.copied_from"] == origin.tracking_id
 
 
-def test_copies_that_only_lie_there_are_runs_of_their_own(
-    tmp_path, uri: str, store: Store
-):
+def test_copies_that_only_lie_there_are_runs_of_their_own(tmp_path, uri, store: Store):
     base = tmp_path / "base"
     train(base, last=30)
     folders = [
@@ -137,7 +135,7 @@ def test_copies_that_only_lie_there_are_runs_of_their_own(
     assert len({*ids}) == 3
 
 
-def test_a_moved_folder_stays_the_same_run(tmp_path, uri: str, store: Store):
+def test_a_moved_folder_stays_the_same_run(tmp_path, uri, store: Store):
     base = tmp_path / "base"
     there = tmp_path / "elsewhere/base"
     train(base, last=30)
@@ -155,7 +153,7 @@ def test_a_moved_folder_stays_the_same_run(tmp_path, uri: str, store: Store):
 
 
 def test_a_folder_that_goes_on_under_another_name_is_another_run(
-    tmp_path, uri: str, store: Store
+    tmp_path, uri, store: Store
 ):
     base = tmp_path / "base"
     train(base, last=30)
@@ -168,7 +166,7 @@ def test_a_folder_that_goes_on_under_another_name_is_another_run(
 
 
 def test_folders_that_cannot_see_each_other_never_share_a_run(
-    tmp_path, uri: str, store: Store
+    tmp_path, uri, store: Store
 ):
     """A copy on another machine: the path of the original is not there."""
     base = tmp_path / "base"
@@ -195,9 +193,7 @@ def test_folders_that_cannot_see_each_other_never_share_a_run(
     assert send(late, uri) not in (first, second)
 
 
-def test_a_run_of_an_earlier_version_is_told_by_mlflow(
-    tmp_path, uri: str, store: Store
-):
+def test_a_run_of_an_earlier_version_is_told_by_mlflow(tmp_path, uri, store: Store):
     """Its events do not name the folder."""
     base = tmp_path / "base"
     train(base, last=30)
@@ -214,7 +210,7 @@ def test_a_run_of_an_earlier_version_is_told_by_mlflow(
 
 
 def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
-    tmp_path, uri: str, capsys, store: Store, monkeypatch
+    tmp_path, uri, capsys, store: Store, monkeypatch
 ):
     folder = tmp_path / "run"
     train(folder, last=130, value=9.0)
@@ -252,7 +248,7 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
         assert {len(values) for values in points(store, again).values()} == {1}
 
 
-def test_compared_runs_are_read_as_logged_and_once(tmp_path, uri: str):
+def test_compared_runs_are_read_as_logged_and_once(tmp_path, uri):
     old = tmp_path / "old"
     new = tmp_path / "new"
     for folder, value in ((old, 1.0), (new, math.inf)):
@@ -284,9 +280,7 @@ def add_experiments(store: Store, num: int) -> None:
     store.execute("commit")
 
 
-def test_a_run_is_found_among_thousands_of_experiments(
-    tmp_path, uri: str, store: Store
-):
+def test_a_run_is_found_among_thousands_of_experiments(tmp_path, uri, store: Store):
     parent = tmp_path / "parent"
     child = tmp_path / "child"
     train(parent, last=30)

@@ -56,9 +56,7 @@ def steps_in(path: Path) -> list[int]:
     resume_step=st.integers(0, 12),
     torn_bytes=st.integers(0, 60),
 )
-def test_resumed_journal_has_each_step_once(
-    num_steps: int, resume_step: int, torn_bytes: int
-):
+def test_resumed_journal_has_each_step_once(num_steps, resume_step, torn_bytes):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "journal.jsonl")
         journal = Journal(path, resume_step=0)
@@ -83,9 +81,7 @@ def test_resumed_journal_has_each_step_once(
 
 @settings(deadline=None)
 @given(value=st.floats(), step=st.integers(0, 2**40), junk=st.binary(max_size=200))
-def test_any_number_survives_as_strict_json_beside_invalid_lines(
-    value: float, step: int, junk: bytes
-):
+def test_any_number_survives_as_strict_json_beside_invalid_lines(value, step, junk):
     line = encode(Row(step=step, time=1.5, metrics={"train/loss": value}))
 
     def refuse(name: str) -> None:
@@ -266,7 +262,7 @@ NAMES += "|.|..||a\tb|a%b|a=b|a,b|a#b|a\x00b|日本"
 
 
 @every(name=[*NAMES.split("|"), "x" * 250, "x" * 251])
-def test_names_of_tags_are_refused_at_the_start_as_mlflow_would_later(name: str):
+def test_names_of_tags_are_refused_at_the_start_as_mlflow_would_later(name):
     tracking = TrackingSettings(tags={name: "x"})
     problems = dict(tracking_problems(tracking))
     assert is_store_name(name) == (not problems) == mlflow_takes(name)

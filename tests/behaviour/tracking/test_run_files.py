@@ -108,9 +108,7 @@ def holds_secret(page: str) -> bool:
 
 @every(attack=ATTACKS)
 @every(name="pictures/x.png, evaluation/x.png, evaluation/per_class.csv")
-def test_the_page_shows_files_of_the_run_alone(
-    name: str, attack: str, run: Path, secret: Path
-):
+def test_the_page_shows_files_of_the_run_alone(name, attack, run: Path, secret: Path):
     if name.endswith(".csv"):
         secret.write_text(f"{PER_CLASS}0,{SECRET.decode()},1,1,1.0\n")
     path = placed(run, name, attack, secret)
@@ -139,7 +137,7 @@ def test_the_page_shows_what_is_a_picture_of_at_most_2_mib(run: Path):
 
 @every(name="pictures/x.png, evaluation/a.csv", attack=ATTACKS)
 def test_mlflow_gets_files_of_the_run_alone(
-    name: str, attack: str, run: Path, secret: Path, mlflow_database: Path
+    name, attack, run: Path, secret: Path, mlflow_database: Path
 ):
     path = placed(run, name, attack, secret)
     (run / "results.csv").write_text("fine\n")
@@ -160,7 +158,7 @@ def test_mlflow_gets_files_of_the_run_alone(
     ]
 )
 def test_a_record_that_is_no_file_of_the_run_is_one_error(
-    name: str, attack: str, run: Path, secret: Path, mlflow_database: Path
+    name, attack, run: Path, secret: Path, mlflow_database: Path
 ):
     if attack == "folder" and "/" not in name:
         return
@@ -252,7 +250,7 @@ FORMS += " sftp://localhost{} sqlite://{} ../../{}"
 
 
 @every(form=[*FORMS.split(), " {}", ""])
-def test_no_server_chooses_where_files_are_written(form: str, run: Path, tmp_path):
+def test_no_server_chooses_where_files_are_written(form, run: Path, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     (home / "config.yaml").write_text("mine: untouched\n")
@@ -281,7 +279,7 @@ def test_no_server_chooses_where_files_are_written(form: str, run: Path, tmp_pat
 
 
 @every(listed="results.md, ../../../x, /etc/x, a/../../x")
-def test_a_server_that_takes_files_itself_gets_them(listed: str, run: Path, tmp_path):
+def test_a_server_that_takes_files_itself_gets_them(listed, run: Path, tmp_path):
     """Names that it lists are compared, and lead nowhere; MLflow refuses those with `..`."""
     (run / "results.md").write_text("some text\n")
     said: list[str] = []

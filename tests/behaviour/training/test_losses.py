@@ -34,7 +34,7 @@ CLASSES = 5
 
 
 @every(shares=[None, (0.7, 0.6, 1.0, 0.0)], kind="softmax, sigmoid, bce")
-def test_losses_equal_the_papers_formulas(kind: str, shares: tuple[float, ...] | None):
+def test_losses_equal_the_papers_formulas(kind, shares):
     """Of bf16 logits in fp32; with mixed labels too, of which some are equal or have no share."""
     random = torch.Generator().manual_seed(0)
     logits = (torch.randn(8, 7, generator=random) - 6.9).bfloat16()
@@ -152,7 +152,7 @@ def images(size: int) -> torch.Tensor:
     return torch.randint(256, shape, dtype=torch.uint8, generator=random)
 
 
-def test_logits_are_timms_on_the_teachers_own_pixels(network: Any, safetensors: Path):
+def test_logits_are_timms_on_the_teachers_own_pixels(network, safetensors: Path):
     pixels = images(160)
     mean = torch.tensor(network.pretrained_cfg["mean"]).view(3, 1, 1)
     std = torch.tensor(network.pretrained_cfg["std"]).view(3, 1, 1)
@@ -161,7 +161,7 @@ def test_logits_are_timms_on_the_teachers_own_pixels(network: Any, safetensors: 
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_teachers_classes_are_matched_by_name(network: Any, safetensors: Path):
+def test_a_teachers_classes_are_matched_by_name(network, safetensors: Path):
     names = ("ant", "bee", "cod", "dog", "eel")
     listed = safetensors.with_name("classes.json")
     listed.write_text(json.dumps(names))

@@ -154,9 +154,7 @@ def test_samples_replaced_before_a_resume_count(ranks: Ranks):
 - [0, ['''train-00003''', '''train-00001''']]
 - [1, [number 3 of 'train', number 1 of 'train']]
 """)
-def test_the_index_is_read_on_the_rank_that_prints_alone(
-    tmp_path, rank: int, expected: list[str]
-):
+def test_the_index_is_read_on_the_rank_that_prints_alone(tmp_path, rank, expected):
     """Damaged or not: other ranks do not look at it."""
     folder = write_shard_folder(tmp_path / "shards", num_per_class=8, num_shards=2)
     data = open_training_set(DataSettings(path=str(folder), global_batch=2), seed=0)
@@ -215,7 +213,7 @@ def clock(monkeypatch) -> Seconds:
 
 @every(save_every="3, 100", evaluate_every="0, 1, 2, 4", log_every="1, 2, 3, 5")
 def test_rates_leave_out_evaluations_and_saves(
-    monkeypatch, clock: Seconds, log_every: int, evaluate_every: int, save_every: int
+    monkeypatch, clock: Seconds, log_every, evaluate_every, save_every
 ):
     """Every interval has the same rate, however long what comes between its steps."""
     rates: list[float] = []
@@ -309,9 +307,7 @@ def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks):
 
 
 @every(scale="null, 1.0")
-def test_too_many_skipped_updates_in_a_row_end_the_run(
-    ranks: Ranks, scale: float | None
-):
+def test_too_many_skipped_updates_in_a_row_end_the_run(ranks: Ranks, scale):
     """But while fp16 searches its scale."""
     monitor = ranks.skipped()
     # Nine are allowed, and ten with a loss scale that can still fall.
@@ -323,7 +319,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run(
 
 @every(interval="1, 7, 100, 400")
 def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
-    ranks: Ranks, interval: int
+    ranks: Ranks, interval
 ):
     few = ranks.skipped()
     many = ranks.skipped()

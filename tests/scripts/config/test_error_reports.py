@@ -207,7 +207,7 @@ def test_every_report_reads_as_it_did(here: Path, golden: Golden):
 
 
 @pytest.mark.parametrize("overrides", words_of(ACCEPTED), ids=str)
-def test_near_combinations_are_accepted(here: Path, overrides: list[str]):
+def test_near_combinations_are_accepted(here: Path, overrides):
     load_run(STAGES, "a.yaml", overrides=overrides)
 
 

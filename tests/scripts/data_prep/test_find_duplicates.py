@@ -112,7 +112,7 @@ def test_without_similar_only_equal_bytes_are_copies(made: tuple[Path, Path]):
 
 @every(as_shards="false, true")
 def test_images_of_an_evaluation_set_are_found(
-    as_shards: bool, made: tuple[Path, Path], tmp_path
+    as_shards, made: tuple[Path, Path], tmp_path
 ):
     source, shards = made
     seen = tmp_path / "evaluation/x"

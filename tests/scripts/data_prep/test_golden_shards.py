@@ -138,7 +138,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 @every(kind=[*KINDS, "held out"])
-def test_shards_keep_their_bytes(kind: str, golden: Golden, tmp_path):
+def test_shards_keep_their_bytes(kind, golden: Golden, tmp_path):
     source = tmp_path / "in"
     shards = tmp_path / "out"
     if kind == "held out":

@@ -215,9 +215,7 @@ def test_the_path_of_the_tars_is_relative_if_movable(tmp_path):
   - - 3 classes of the source (6 images) are not among the 1,000
     - ; 0 images match
 """)
-def test_settings_that_rewrite_tars_are_refused(
-    tmp_path, overrides: str, messages: list[str]
-):
+def test_settings_that_rewrite_tars_are_refused(tmp_path, overrides, messages):
     hugging_face_layout(tmp_path / "repo", tars=1, samples=6)
     finished = run_index(
         tmp_path / "repo/data/train", tmp_path / "index", *overrides.split()

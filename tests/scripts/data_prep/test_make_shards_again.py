@@ -99,7 +99,7 @@ def test_work_begun_with_other_settings_is_not_gone_on_with(tmp_path):
 
 
 @every(change=by_level(["content", "removed"], fast=["content"], slow=["removed"]))
-def test_a_source_that_changes_meanwhile_is_refused(change: str, tmp_path):
+def test_a_source_that_changes_meanwhile_is_refused(change, tmp_path):
     source = corpus(tmp_path / "images", num=100, side=96)
     process = started(source, tmp_path / "shards", start_new_session=True)
     kill(process, tmp_path / ".shards.preparing")

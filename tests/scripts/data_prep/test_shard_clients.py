@@ -102,7 +102,7 @@ def test_webdataset_reads_the_indexed_samples(shards: Shards):
 
 @every(streaming=by_level([False, True], fast=[True], slow=[False]))
 def test_hugging_face_datasets_reads_the_indexed_samples(
-    digits: Shards, streaming: bool, tmp_path
+    digits: Shards, streaming, tmp_path
 ):
     offline = {
         "HF_HUB_OFFLINE": "1",

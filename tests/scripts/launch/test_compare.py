@@ -119,9 +119,7 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path, mlflow_database: Path
         (("small-lr", "--output", "x.pdf"), "'x.pdf' is not an HTML file"),
     ],
 )
-def test_bad_input_is_reported_with_exit_code_2(
-    root: Path, arguments: tuple[str, ...], message: str
-):
+def test_bad_input_is_reported_with_exit_code_2(root: Path, arguments, message):
     done = run_compare(root, *arguments)
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr

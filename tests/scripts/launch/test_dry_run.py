@@ -64,9 +64,7 @@ def normal(text: str, slurm: FakeSlurm) -> str:
 
 
 @every(name=DRY_RUNS)
-def test_a_dry_run_shows_the_batch_script(
-    name: str, submitted: FakeSlurm, golden: Golden
-):
+def test_a_dry_run_shows_the_batch_script(name, submitted: FakeSlurm, golden: Golden):
     (submitted.folder / "data.yaml").write_text(DATA)
     before = sorted(submitted.folder.rglob("*"))
     output = submitted.call("launch/slurm.py", "--dry-run", "--config", *DRY_RUNS[name])

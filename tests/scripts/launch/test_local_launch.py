@@ -100,7 +100,7 @@ def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path):
 @every(
     death="raise RuntimeError('out of ideas'), 'os.kill(os.getpid(), signal.SIGKILL)'"
 )
-def test_one_failing_rank_ends_the_others_and_is_named(tmp_path, death: str):
+def test_one_failing_rank_ends_the_others_and_is_named(tmp_path, death):
     process = start(
         tmp_path,
         f"""
@@ -220,9 +220,7 @@ def test_a_closed_output_pipe_leaves_no_process(tmp_path):
         ),
     ],
 )
-def test_sigterm_before_tasks_handle_it_is_not_a_failure(
-    tmp_path, rank_0: str, code: int
-):
+def test_sigterm_before_tasks_handle_it_is_not_a_failure(tmp_path, rank_0, code):
     process = start(
         tmp_path,
         f"""

@@ -72,7 +72,7 @@ KEYS = (
 
 
 @every(case=STATES.splitlines())
-def test_status_shows(case: str, slurm: FakeSlurm, golden: Golden):
+def test_status_shows(case, slurm: FakeSlurm, golden: Golden):
     name, ranks, *job = case.split("|")
     answers = any(job)
     if answers:
@@ -131,7 +131,7 @@ FAIL 76|76|no|the training diverged
 
 
 @every(case=ENDINGS.splitlines())
-def test_the_end_of_the_ranks_decides(case: str, slurm: FakeSlurm):
+def test_the_end_of_the_ranks_decides(case, slurm: FakeSlurm):
     ranks, code, requeued, text = case.split("|")
     ranks = re.sub(r"FAIL (\d+)", lambda found: FAILED.format(code=found[1]), ranks)
     ranks = ranks.replace("KILLED", KILLED)

@@ -92,9 +92,9 @@ def test_features_in_training_equal_those_outside(
     fault_runs: FaultRuns,
     supervised: Path,
     tmp_path,
-    name: str,
-    stage: int,
-    evaluate: str,
+    name,
+    stage,
+    evaluate,
 ):
     words = (*OBJECTIVES[name], "optim.ema=null", f"engine.zero_stage={stage}")
     if name == "distillation":

@@ -44,7 +44,7 @@ def test_supervised(supervised: Path, golden: Golden):
 
 @every(name=OBJECTIVES)
 def test_objectives_without_labels(
-    warm_starter: WarmStarter, tmp_path, golden: Golden, name: str
+    warm_starter: WarmStarter, tmp_path, golden: Golden, name
 ):
     run(warm_starter, "pretrain/main.py", tmp_path, *OBJECTIVES[name])
     golden.json(
@@ -100,6 +100,6 @@ def printed(warm_starter: WarmStarter, tmp_path_factory) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @every(check=CHECKS)
-def test_the_engine_on_two_ranks(printed: list[str], check: str):
+def test_the_engine_on_two_ranks(printed, check):
     assert all(f"passed: {check}\n" in each for each in printed), "\n".join(printed)
     assert not any("deprecated" in each for each in printed)

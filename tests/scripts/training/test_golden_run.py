@@ -115,9 +115,9 @@ def test_it_resumes_with_the_golden_losses(
     golden: Golden,
     warm_starter: WarmStarter,
     tmp_path,
-    step: int,
-    layout: str,
-    num_ranks: int,
+    step,
+    layout,
+    num_ranks,
 ):
     shutil.copytree(stored, tmp_path / "run")
     if step == 10:
@@ -131,7 +131,7 @@ def test_it_resumes_with_the_golden_losses(
 
 @every(step="10, 16")
 def test_it_predicts(
-    stored: Path, golden: Golden, warm_starter: WarmStarter, tmp_path, step: int
+    stored: Path, golden: Golden, warm_starter: WarmStarter, tmp_path, step
 ):
     init = f"init={stored}/checkpoints/step-{step:08d}"
     arguments: Sequence[str] = (
@@ -147,7 +147,7 @@ def test_it_predicts(
 
 @every(num_ranks="1, 2, 5", place="checkpoints/step-00000010, ''")
 def test_ranks_that_open_it_share_its_verification(
-    stored: Path, monkeypatch, num_ranks: int, place: str
+    stored: Path, monkeypatch, num_ranks, place
 ):
     """Each file is hashed once, by one of them: it has more than the model that all read."""
     init = str(stored / place)

@@ -100,7 +100,7 @@ KILLS = {
         slow=KILLS.keys() - {"in the backward pass", "at start", "before retention"},
     )
 )
-def test_killed_rank(fault_runs: FaultRuns, tmp_path, case: str):
+def test_killed_rank(fault_runs: FaultRuns, tmp_path, case):
     name, stage, rank, place, nth, step = KILLS[case]
     settings, how = way(fault_runs, name)
     settings += (f"engine.zero_stage={stage}",) if stage != 1 else ()
@@ -138,7 +138,7 @@ LAYOUTS += [(name, 1, 0) for name in REGISTERED if name != "supervised"]
 @slow
 @pytest.mark.parametrize("name, num_ranks, stage", LAYOUTS)
 def test_another_layout_goes_on_with_the_same_losses(
-    fault_runs: FaultRuns, tmp_path, name: str, num_ranks: int, stage: int
+    fault_runs: FaultRuns, tmp_path, name, num_ranks, stage
 ):
     settings, how = way(fault_runs, name)
     settings += () if name == "timm" else STILL
@@ -165,7 +165,7 @@ def test_another_layout_goes_on_with_the_same_losses(
 @slow
 @every(name=OBJECTIVES)
 def test_finetuning_starts_from_the_trunk_of_each_objective(
-    fault_runs: FaultRuns, tmp_path, name: str
+    fault_runs: FaultRuns, tmp_path, name
 ):
     settings, how = way(fault_runs, name)
     source = fault_runs.undisturbed(*settings, **how)
@@ -274,7 +274,7 @@ SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
         slow=SIGNALS.keys() - {"bursts on both ranks"},
     )
 )
-def test_stop_signals(fault_runs: FaultRuns, tmp_path, case: str):
+def test_stop_signals(fault_runs: FaultRuns, tmp_path, case):
     planted, codes, step = SIGNALS[case]
     grace_s = 0 if case == "before training" else 30
     settings = () if step % LOGGED == 0 else (EVERY_STEP,)
@@ -314,9 +314,7 @@ LOST: Mapping[str, tuple[int, str, int | None]] = {
 @every(
     case=by_level(LOST, fast=["rank 1 stopped"], slow=LOST.keys() - {"rank 1 stopped"})
 )
-def test_surviving_rank_ends_and_names_the_other(
-    fault_runs: FaultRuns, tmp_path, case: str
-):
+def test_surviving_rank_ends_and_names_the_other(fault_runs: FaultRuns, tmp_path, case):
     rank, do, code = LOST[case]
     planted = {rank: [fault("batch" if do == "hang" else "forward", micro_step(8), do)]}
     world = fault_runs.start(tmp_path, "engine.timeout_min=0.15", faults=planted)
@@ -383,9 +381,7 @@ DROPPED = {
 
 @slow
 @every(mutant=DROPPED)
-def test_dropped_state_is_noticed(
-    fault_runs: FaultRuns, killed_copy: Path, mutant: str
-):
+def test_dropped_state_is_noticed(fault_runs: FaultRuns, killed_copy: Path, mutant):
     ranks = fault_runs.start(killed_copy, mutant=mutant)
     assert wait_all(ranks) == [0, 0], ranks[0].output()
     found = differences(read_state(killed_copy / "run"), fault_runs.uninterrupted())

@@ -102,7 +102,7 @@ def test_failed_checkpoint_storage_ends_the_run(fault_runs: FaultRuns, tmp_path)
 
 @every(rank=by_level([0, 1], slow=[1]))
 def test_training_goes_on_after_a_save_that_fails_on_one_rank(
-    fault_runs: FaultRuns, tmp_path, rank: int
+    fault_runs: FaultRuns, tmp_path, rank
 ):
     """After four attempts; in the save before it, the third one succeeds."""
     # Two files of rank 0 in every save, one of rank 1.

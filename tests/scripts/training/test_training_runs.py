@@ -151,7 +151,7 @@ def start_lacking(
     "place, rank", by_level(LACKING, fast=LACKING[:1], slow=LACKING[1:])
 )
 def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
-    fault_runs: FaultRuns, tmp_path, place: str, rank: int
+    fault_runs: FaultRuns, tmp_path, place, rank
 ):
     codes, outputs = start_lacking(fault_runs, tmp_path, place, [rank])
     assert set(codes) == {FailureKind.NODE.exit_code}
@@ -164,7 +164,7 @@ def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
 
 @pytest.mark.slow
 @every(place="prepare, index, tracker")
-def test_what_all_nodes_lack_is_bad_input(fault_runs: FaultRuns, tmp_path, place: str):
+def test_what_all_nodes_lack_is_bad_input(fault_runs: FaultRuns, tmp_path, place):
     ranks = [0] if place == "tracker" else [0, 1]
     codes, outputs = start_lacking(fault_runs, tmp_path, place, ranks)
     assert set(codes) == {FailureKind.BAD_INPUT.exit_code}
@@ -192,7 +192,7 @@ second job: [output=locked, another job is training in this run folder]
 
 @every(case=sorted(BAD_INPUT))
 def test_bad_input_ends_with_one_clear_message(
-    fault_runs: FaultRuns, finished: Path, tmp_path, case: str
+    fault_runs: FaultRuns, finished: Path, tmp_path, case
 ):
     words, message = BAD_INPUT[case]
     stage = "finetune" if case == "wrong init" else "pretrain"
