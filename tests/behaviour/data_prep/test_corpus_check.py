@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import os
 import re
 import shutil
 import tarfile
-import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,13 +26,15 @@ from data_prep.verification import check_folder
 from tests.support.corpora.external_tars import write_tars
 from tests.support.corpora.image_corpus import ledger, prepare_here, run_of
 from tests.support.corpora.indexing import index, run_index
-from tests.support.tables import every, refused
+from tests.support.tables import every, lines, refused, rows
 from vitscale.config.errors import UserError
 from vitscale.data.index import choose_by_key, read_manifest, read_split, sample_keys
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet, open_training_set
 
 CAFE = "caf\u00e9"
+# The same letters to the eye: an e, and an accent of its own.
+DECOMPOSED = "cafe\u0301"
 ANY_BAD = {"max_bad_fraction": 1}
 
 
@@ -81,32 +81,29 @@ def refusal(tmp_path: Path, path: Path, **sections: Any) -> str:
 
 # ---- classes -------------------------------------------------------------------------------------
 
-UNSEEN = {
-    "typo": ("dog", "dogs", "train has 'dog'"),
-    "case": ("dog", "Dog", "train has 'dog'"),
-    "underscore": ("sea lion", "sea_lion", "train has 'sea lion'"),
-    "number": ("dog", "1", "'1' has 2, such as 'val/1/"),
-    "another": ("dog", "walrus", "'walrus' has 2, such as 'val/"),
-    "blank": ("dog", "dog ", "'dog'.* look like 'dog '"),
-    "two blanks": ("sea lion", "sea  lion", "look like 'sea  lion'"),
-    "no-break space": ("sea lion", "sea\u00a0lion", r"look like 'sea\\xa0lion'"),
-    "decomposed": (
-        CAFE,
-        unicodedata.normalize("NFD", CAFE),
-        r"caf\\xe9'.* look like 'cafe\\u0301'",
-    ),
-    "mark of direction": ("dog", "dog\u200f", r"look like"),
-    "hidden": ("dog", "\ufeffcow", "cannot be seen"),
-    "byte order mark": ("dog", "\ufeffdog", r"look like '\\ufeffdog'"),
-}
+# A class of train, one of val that train lacks, and what the error says.
+UNSEEN = r"""
+- [name, other, message]
+- [dog, dogs, train has 'dog']
+- [dog, Dog, train has 'dog']
+- [sea lion, sea_lion, train has 'sea lion']
+- [dog, '1', "'1' has 2, such as 'val/1/"]
+- [dog, walrus, "'walrus' has 2, such as 'val/"]
+- [dog, 'dog ', "'dog'.* look like 'dog '"]
+- [sea lion, sea  lion, look like 'sea  lion']
+# A no-break space, an accent of its own, a mark of direction, marks of the byte order.
+- [sea lion, "sea\u00a0lion", look like 'sea\\xa0lion']
+- ["caf\u00e9", "cafe\u0301", caf\\xe9'.* look like 'cafe\\u0301']
+- [dog, "dog\u200f", look like]
+- [dog, "\ufeffcow", cannot be seen]
+- [dog, "\ufeffdog", look like '\\ufeffdog']
+"""
 
 
-@every(kind=UNSEEN)
-def test_a_class_that_training_never_sees_is_refused(kind, tmp_path):
-    name, other, message = UNSEEN[kind]
+@rows(UNSEEN)
+def test_a_class_that_training_never_sees_is_refused(name, other, message, tmp_path):
     images = {"train/ant": 2, f"train/{name}": 2, "val/ant": 1, f"val/{other}": 2}
-    source = write_folder(tmp_path / "in", images)
-    text = refusal(tmp_path, source)
+    text = refusal(tmp_path, write_folder(tmp_path / "in", images))
     assert re.search(message, text), text
     assert "val/" in text and ".png" in text, "an image of the class is named"
 
@@ -134,11 +131,9 @@ def test_a_space_may_have_classes_without_training_images(tmp_path):
     run = run_of(source, tmp_path / "s", labels={"space": str(tmp_path / "space.txt")})
     prepare_here(run)
     assert read_manifest(tmp_path / "s").notes == ()
-    classes = {
-        split: {name for name, _ in rows}
-        for split, rows in stored(tmp_path / "s").items()
-    }
-    assert classes == {"train": {"ant"}, "val": {"ant", "walrus"}}
+    kept = stored(tmp_path / "s")
+    assert {name for name, _ in kept["train"]} == {"ant"}
+    assert {name for name, _ in kept["val"]} == {"ant", "walrus"}
     (source / "train/empty").rmdir()
     prepare_here(run_of(source, tmp_path / "t", source={"min_images_per_class": 3}))
     assert read_manifest(tmp_path / "t").classes == ("ant",)
@@ -165,7 +160,7 @@ def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path):
 
 
 def test_names_that_look_alike_are_refused_within_train(tmp_path):
-    both = {CAFE: 1, unicodedata.normalize("NFD", CAFE): 1, "tea": 1}
+    both = {CAFE: 1, DECOMPOSED: 1, "tea": 1}
     assert "look like" in refusal(tmp_path, write_folder(tmp_path / "in", both))
     # Letters of both cases are classes of their own.
     prepare_here(
@@ -175,9 +170,7 @@ def test_names_that_look_alike_are_refused_within_train(tmp_path):
 
 
 def test_a_rejected_class_that_looks_like_one_of_the_space_is_refused(tmp_path):
-    source = write_folder(
-        tmp_path / "in", {unicodedata.normalize("NFD", CAFE): 2, "tea": 2, "x": 1}
-    )
+    source = write_folder(tmp_path / "in", {DECOMPOSED: 2, "tea": 2, "x": 1})
     (tmp_path / "space.txt").write_text(f"{CAFE}\ntea\n")
     labels = {"space": str(tmp_path / "space.txt"), "unknown": "reject"}
     assert r"the list has 'caf\xe9', the source 'cafe\u0301'" in refusal(
@@ -187,8 +180,6 @@ def test_a_rejected_class_that_looks_like_one_of_the_space_is_refused(tmp_path):
 
 # ---- numbers -------------------------------------------------------------------------------------
 
-ODD = ["3.0", "03", "3 5", "3\0", "+3", "1e3", "[3]", "none"]
-
 
 def write_labels(
     kind: str, root: Path, labels: list[str]
@@ -196,62 +187,59 @@ def write_labels(
     """A source with these labels; returns its path, and its settings."""
     root.mkdir()
     if kind == "path_table":
-        for number in range(len(labels)):
+        lines = ["image,label"]
+        for number, text in enumerate(labels):
             (root / f"{number}.png").write_bytes(picture(number))
-        with open(root / "t.csv", "w", newline="") as file:
-            rows = [
-                ["image", "label"],
-                *([f"{n}.png", text] for n, text in enumerate(labels)),
-            ]
-            csv.writer(file).writerows(rows)
+            lines.append(f"{number}.png,{text}")
+        (root / "t.csv").write_text("\n".join(lines))
         return root / "t.csv", {"kind": kind}
     if kind == "parquet":
         columns = {"image": list(map(picture, range(len(labels)))), "label": labels}
         pq.write_table(pa.table(columns), root / "a.parquet")
         return root, {"kind": kind}
-    suffix = "json" if kind == "json" else "cls"
     members = {}
     for number, text in enumerate(labels):
         members[f"{number:03}.png"] = picture(number)
         content = json.dumps({"class": text}) if kind == "json" else text
-        members[f"{number:03}.{suffix}"] = content.encode()
+        members[f"{number:03}.{kind}"] = content.encode()
     write_tars(root, {"a.tar": members})
-    return root, {"kind": "webdataset"} | (
-        {"label": "json:class"} if kind == "json" else {}
-    )
+    how = {"label": "json:class"} if kind == "json" else {}
+    return root, {"kind": "webdataset", **how}
 
 
-@every(odd=ODD, kind="path_table, parquet, cls, json")
+@every(
+    odd='"3.0", "03", "3 5", "3\\0", "+3", 1e3, "[3]", none',
+    kind="path_table, parquet, cls, json",
+)
 def test_a_label_that_is_no_plain_number_among_numbers_is_refused(kind, odd, tmp_path):
     labels = [str(number % 12) for number in range(24)]
     labels[13] = odd
     source, settings = write_labels(kind, tmp_path / "in", labels)
     text = refusal(tmp_path, source, source=settings)
-    place = {"path_table": "13.png", "parquet": "a.parquet/13"}.get(
-        kind, "a.tar/013.png"
-    )
-    assert f"such as {odd!a} of {place!r}" in text
+    places = {"path_table": "13.png", "parquet": "a.parquet/13"}
+    assert f"such as {odd!a} of {places.get(kind, 'a.tar/013.png')!r}" in text
 
 
-def test_numbers_in_one_form_are_taken(tmp_path):
-    forms = {
-        "whole": ([str(n) for n in range(12)], [str(n) for n in range(12)]),
-        "not all": (["2", "10"], [str(n) for n in range(11)]),
-        "beyond a million": (["7", "1000000"], ["1000000", "7"]),
-        "padded": ([f"{n:03}" for n in range(12)], [f"{n:03}" for n in range(12)]),
-        "a few among names": (["1", "a", "b"], ["1", "a", "b"]),
-        "ages": (["0-2", "3-9", "10-19"], ["0-2", "10-19", "3-9"]),
-    }
-    for number, (labels, classes) in enumerate(forms.values()):
-        source, settings = write_labels("path_table", tmp_path / f"in{number}", labels)
-        prepare_here(run_of(source, tmp_path / f"s{number}", source=settings))
-        assert list(read_manifest(tmp_path / f"s{number}").classes) == classes
+# The labels of the images, and the classes that they become.
+@lines("""
+labels|classes
+0 1 2 3 4 5 6 7 8 9 10 11|0 1 2 3 4 5 6 7 8 9 10 11
+# Labels may lack numbers of their classes, up to a million.
+2 10|0 1 2 3 4 5 6 7 8 9 10
+7 1000000|1000000 7
+000 001 002 003 004 005 006 007 008 009 010 011|000 001 002 003 004 005 006 007 008 009 010 011
+1 a b|1 a b
+0-2 3-9 10-19|0-2 10-19 3-9
+""")
+def test_numbers_in_one_form_are_taken(tmp_path, labels, classes):
+    source, settings = write_labels("path_table", tmp_path / "in", labels.split())
+    prepare_here(run_of(source, tmp_path / "s", source=settings))
+    assert list(read_manifest(tmp_path / "s").classes) == classes.split()
 
 
 def test_floats_are_refused_and_a_mark_of_windows_is_no_part_of_a_number(tmp_path):
-    source, settings = write_labels(
-        "path_table", tmp_path / "in", [f"{n}.0" for n in range(12)]
-    )
+    floats = [f"{n}.0" for n in range(12)]
+    source, settings = write_labels("path_table", tmp_path / "in", floats)
     assert "such as '0.0' of '0.png'" in refusal(tmp_path, source, source=settings)
     source, settings = write_labels("cls", tmp_path / "tars", ["0", "\ufeff1", "2"])
     prepare_here(run_of(source, tmp_path / "s", source=settings))
@@ -264,10 +252,8 @@ def test_folders_named_by_numbers_are_sorted_as_text_and_it_is_said(tmp_path):
     (note,) = read_manifest(tmp_path / "s").notes
     assert "'10' has label 2, and '2' 3" in note
     # 0 to 9 and a name are in the order of the numbers.
-    names = [*map(str, range(10)), "none"]
-    prepare_here(
-        run_of(write_folder(tmp_path / "b", dict.fromkeys(names, 1)), tmp_path / "s2")
-    )
+    named = write_folder(tmp_path / "b", dict.fromkeys([*"0123456789", "none"], 1))
+    prepare_here(run_of(named, tmp_path / "s2"))
     assert read_manifest(tmp_path / "s2").notes == ()
     assert "such as '03'" in refusal(tmp_path, write_folder(source, {"03": 1}))
 
@@ -292,40 +278,38 @@ def test_a_file_is_one_image_by_whatever_path(tmp_path):
     (root / "link.png").symlink_to("3.png")
     os.link(root / "4.png", root / "hard.png")
     (root / "away").symlink_to(".")
-    rows = [
-        *(("0.png", "a", "train"), ("0.png", "a", "train")),  # twice
-        *(
-            ("1.png", "a", "train"),
-            ("1.png", "b", "train"),
-        ),  # two classes: neither is right
-        *(("2.png", "a", "train"), (f"{root}/2.png", "a", "val")),  # val keeps it
-        *(("link.png", "b", "train"), ("3.png", "b", "train")),
-        *(
-            ("4.png", "a", "train"),
-            ("hard.png", "a", "train"),
-        ),  # hard links are two files
-        *(("away/5.png", "b", "val"), ("./5.png", "a", "train")),
-        *(("6.png", "a", "train"), ("7.png", "b", "train")),
-    ]
-    with open(root / "t.csv", "w", newline="") as file:
-        csv.writer(file).writerows([("image", "label", "split"), *rows])
-    run = run_of(
-        root / "t.csv", tmp_path / "s", source={"kind": "path_table"}, images=ANY_BAD
-    )
-    prepare_here(run)
-    reasons = Counter(
-        row["reason"]
-        for row in pq.read_table(tmp_path / "s/ledger.parquet").to_pylist()
-    )
+    # 0 twice; 1 in two classes: neither is right; 2 in two splits: val keeps it; 3 by a link; 4
+    # has a hard link, which is another file; 5 in two classes by a folder that is a link.
+    table = f"""\
+image,label,split
+0.png,a,train
+0.png,a,train
+1.png,a,train
+1.png,b,train
+2.png,a,train
+{root}/2.png,a,val
+link.png,b,train
+3.png,b,train
+4.png,a,train
+hard.png,a,train
+away/5.png,b,val
+./5.png,a,train
+6.png,a,train
+7.png,b,train
+"""
+    (root / "t.csv").write_text(table)
+    kind = {"kind": "path_table"}
+    prepare_here(run_of(root / "t.csv", tmp_path / "s", source=kind, images=ANY_BAD))
+    entries = pq.read_table(tmp_path / "s/ledger.parquet").to_pylist()
+    reasons = Counter(entry["reason"] for entry in entries)
     assert reasons == {None: 7, "duplicate_path": 7}
-    pixels = {n: str(Image.open(root / f"{n}.png").getpixel((0, 0))) for n in range(8)}
-    assert stored(tmp_path / "s") == {
-        "train": {
-            (c, pixels[n])
-            for c, n in (("a", 0), ("b", 3), ("a", 4), ("a", 6), ("b", 7))
-        },
-        "val": {("a", pixels[2])},
-    }
+
+    def pixel(place: str) -> tuple[str, str]:
+        picture = Image.open(root / f"{place[1]}.png")
+        return place[0], str(picture.getpixel((0, 0)))
+
+    kept = {"train": set(map(pixel, "a0 b3 a4 a6 b7".split())), "val": {pixel("a2")}}
+    assert stored(tmp_path / "s") == kept
 
 
 def test_one_tar_or_table_under_two_names_is_refused(tmp_path):
@@ -456,9 +440,8 @@ def test_an_index_is_checked_as_a_whole_too(tmp_path):
     tars = {"train-0.tar": train, "val-0.tar": {"0.png": picture(1), "0.cls": b"Cat"}}
     write_tars(tmp_path / "tars", tars)
     done = run_index(tmp_path / "tars", tmp_path / "index")
-    assert (
-        done.returncode == 2 and "'Cat' has 1, such as 'val-0.tar/0.png'" in done.stderr
-    )
+    assert done.returncode == 2
+    assert "'Cat' has 1, such as 'val-0.tar/0.png'" in done.stderr
     assert not (tmp_path / "index").exists()
 
 
