@@ -10,9 +10,8 @@ import re
 import tarfile
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -22,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +48,6 @@ from vitscale.data.index import read_manifest
 NUM_PICTURES = 8
 OUTAGES = [errno.ESTALE, errno.EMFILE, errno.EREMOTEIO]
 FAULTS = [errno.EIO, errno.EACCES]
-CUT = partial(os.truncate, length=100)
 
 
 def test_files_that_will_be_refused_need_no_space(tmp_path):
@@ -72,25 +71,20 @@ def write(path: Path, *, seed: int) -> None:
 
 def test_ignored_classes_leave_no_label(tmp_path):
     for number in range(20):
-        write(
-            tmp_path / f"images/{'' if number % 4 else 'sub/'}{number}.png", seed=number
-        )
-    source = {"holdout_fraction": 0.2}
-    run = run_of(
-        tmp_path / "images", tmp_path / "s", source=source, labels={"values": "none"}
+        folder = "images" if number % 4 else "images/sub"
+        write(tmp_path / folder / f"{number}.png", seed=number)
+    sections = yaml.safe_load(
+        "{source: {holdout_fraction: 0.2}, labels: {values: none}}"
     )
-    prepare_here(run)
+    prepare_here(run_of(tmp_path / "images", tmp_path / "s", **sections))
     manifest = read_manifest(tmp_path / "s")
     assert manifest.classes == ()
     rows = pq.read_table(tmp_path / "s/index.parquet").to_pylist()
-    assert Counter((row["split"], row["label"]) for row in rows) == {
-        ("train", -1): 16,
-        ("test", -1): 4,
-    }
+    found = Counter((row["split"], row["label"]) for row in rows)
+    assert found == {("train", -1): 16, ("test", -1): 4}
     keys = {row["key"].partition("-")[2] for row in rows}
-    assert {key for key in keys if "sub" not in key} == {
-        str(n) for n in range(20) if n % 4
-    }
+    top = {str(number) for number in range(20) if number % 4}
+    assert {key for key in keys if "sub" not in key} == top
     with tarfile.open(tmp_path / "s/train-000000.tar") as tar:
         assert {Path(name).suffix for name in tar.getnames()} == {".png"}
     assert {row["class"] for row in ledger(tmp_path / "s").values()} == {None}
@@ -98,12 +92,11 @@ def test_ignored_classes_leave_no_label(tmp_path):
 
 
 def test_nothing_is_held_out_of_a_table_with_splits(tmp_path):
-    for number in range(10):
+    table = ["image,label,split"]
+    for number, split in enumerate(["train"] * 8 + ["val"] * 2):
         write(tmp_path / f"{number}.png", seed=number)
-    rows = "".join(
-        f"{n}.png,{n % 2},{'train' if n < 8 else 'val'}\n" for n in range(10)
-    )
-    (tmp_path / "table.csv").write_text(f"image,label,split\n{rows}")
+        table.append(f"{number}.png,{number % 2},{split}")
+    (tmp_path / "table.csv").write_text("\n".join(table))
     source = {"kind": "path_table", "holdout_fraction": 0.5}
     run = run_of(tmp_path / "table.csv", tmp_path / "s", source=source)
     # Of about 27,000 bytes that both splits need together.
@@ -112,10 +105,8 @@ def test_nothing_is_held_out_of_a_table_with_splits(tmp_path):
         prepare_here(run)
     prepare_here(run)
     splits = read_manifest(tmp_path / "s").splits
-    assert {name: split.num_samples for name, split in splits.items()} == {
-        "train": 8,
-        "val": 2,
-    }
+    nums = {name: split.num_samples for name, split in splits.items()}
+    assert nums == {"train": 8, "val": 2}
 
 
 def test_a_mount_point_is_refused_before_any_work(tmp_path):
@@ -125,58 +116,45 @@ def test_a_mount_point_is_refused_before_any_work(tmp_path):
             find_existing(WorkFolder(run_of(tmp_path, output)))
 
 
-@pytest.mark.parametrize(
-    "until, damaged, damage, message",
-    [
-        (
-            "finish",
-            "tars/*.tar",
-            os.unlink,
-            "train-000000.tar, written before, is missing or has",
-        ),
-        (
-            "finish",
-            "tars/*.tar",
-            CUT,
-            "train-000000.tar, written before, is missing or has",
-        ),
-        ("write shards", "spool/*", CUT, "the spool is too short"),
-    ],
-)
-def test_lost_work_stops_and_keeps_the_rest(
-    until, damaged, damage: Callable[[Path], None], message, tmp_path
-):
+# After which step a file of the work folder is lost, or cut.
+@rows("""
+- [until, damaged, is_cut, message]
+- [finish, tars/*.tar, false, 'train-000000.tar, written before, is missing or has']
+- [finish, tars/*.tar, true, 'train-000000.tar, written before, is missing or has']
+- [write shards, spool/*, true, the spool is too short]
+""")
+def test_lost_work_stops_and_keeps_the_rest(until, damaged, is_cut, message, tmp_path):
     """No output gets its name without all its tars."""
     table = pa.table({"image": [encoded("JPEG", seed=1)], "label": ["a"]})
     pq.write_table(table, tmp_path / "rows.parquet")
     run = run_of(tmp_path, tmp_path / "shards", source={"kind": "parquet"})
     work = prepare_here(run, until=until)
     (path,) = work.path.glob(damaged)
-    damage(path)
+    if is_cut:
+        os.truncate(path, 100)
+    else:
+        path.unlink()
     with pytest.raises(StorageError, match=message):
         prepare_here(run)
     assert not (tmp_path / "shards").exists() and work.path.exists()
 
 
-FILES = {
-    "map": "cat,animal\n",
-    "space": "animal\nplant\n",
-    "leave_out": "a",
-    "val_labels": "a",
-}
-
-
-@every(key=FILES)
-def test_a_changed_file_changes_the_settings(key, tmp_path):
-    section = "labels" if key in ("map", "space") else "source"
+@rows(r"""
+- [section, key, text]
+- [labels, map, "cat,animal\n"]
+- [labels, space, "animal\nplant\n"]
+- [source, leave_out, a]
+- [source, val_labels, a]
+""")
+def test_a_changed_file_changes_the_settings(section, key, text, tmp_path):
     listed = tmp_path / "list.csv"
     run = run_of(tmp_path, tmp_path / "out", **{section: {key: str(listed)}})
     with refused(f"{section}.{key}"):
         content_config(run)
-    listed.write_text(FILES[key])
+    listed.write_text(text)
     before = content_config(run)
     assert changed_settings(before, content_config(run), purpose="output") == {}
-    listed.write_text(FILES[key].replace("a", "b"))
+    listed.write_text(text.replace("a", "b"))
     changed = changed_settings(before, content_config(run), purpose="output")
     assert list(changed) == [f"{section}.{key}_blake3"]
 
@@ -186,15 +164,16 @@ def test_too_many_bad_inputs_are_refused_before_an_image_is_read(num_links, tmp_
     """Hidden files and other names do not count: 4 of 20 are a fifth."""
     folder = tmp_path / "images/cat"
     folder.mkdir(parents=True)
-    for number in range(20 - num_links):
-        (folder / f"{number}.jpg").write_bytes(b"rotten")
-    for number in range(num_links):
-        (folder / f"link{number}.jpg").symlink_to("nowhere")
     for number in range(30):
         (folder / f"{number}.txt").touch()
-    run = run_of(
-        tmp_path / "images", tmp_path / "out", images={"max_bad_fraction": 0.2}
-    )
+    for number in range(20):
+        path = folder / f"{number}.jpg"
+        if number < num_links:
+            path.symlink_to("nowhere")
+        else:
+            path.write_bytes(b"rotten")
+    images = {"max_bad_fraction": 0.2}
+    run = run_of(tmp_path / "images", tmp_path / "out", images=images)
     if num_links == 4:
         assert tars.shard_units(prepare_here(run, until="write shards"))
         return
@@ -221,15 +200,12 @@ def test_a_split_without_a_sound_file_is_refused(tmp_path):
     table = pa.table({"image": [encoded("PNG", seed=1)], "label": ["a"]})
     pq.write_table(table, tmp_path / "train.parquet")
     (tmp_path / "val.parquet").write_bytes(b"PAR1 cut")
-    splits = {"train": "train.parquet", "val": "val.parquet"}
-    run = run_of(
-        tmp_path,
-        tmp_path / "shards",
-        source={"kind": "parquet", "splits": splits},
-        images={"max_bad_fraction": 1},
-    )
+    sections = yaml.safe_load("""
+    source: {kind: parquet, splits: {train: train.parquet, val: val.parquet}}
+    images: {max_bad_fraction: 1}
+    """)
     with refused("'val' has no usable image\n.*1 damaged_table") as error:
-        prepare_here(run)
+        prepare_here(run_of(tmp_path, tmp_path / "shards", **sections))
     assert "source.splits.val" in error.value.text()
 
 
@@ -243,9 +219,8 @@ def test_only_bad_images_count_against_the_limit():
     sums.check(max_bad_fraction=0.2, num_images=10)
     with refused("2 of 10 images are bad, more than the fraction 0.19"):
         sums.check(max_bad_fraction=0.19, num_images=10)
-    left.add(
-        pa.table({"path": ["a", "b", "c"], "reason": ["small_class", "left_out", None]})
-    )
+    chosen = {"path": ["a", "b", "c"], "reason": ["small_class", "left_out", None]}
+    left.add(pa.table(chosen))
     left.check(max_bad_fraction=0.0, num_images=left.num_images)
     sums.add(table)
     assert sums.examples["bad_pixels"] == ["0", "1", "0"]
@@ -254,42 +229,35 @@ def test_only_bad_images_count_against_the_limit():
 def test_a_shard_is_written_without_holding_its_images(tmp_path):
     comment = b"\xff\xfe\xff\xff" + bytes(65_533)
     image = encoded("JPEG", seed=0)
+    large = image[:2] + 16 * comment + image[2:]
     (tmp_path / "images/cat").mkdir(parents=True)
     for number in range(16):
-        (tmp_path / f"images/cat/{number}.jpg").write_bytes(
-            image[:2] + 16 * comment + image[2:]
-        )
-    work = prepare_here(
-        run_of(tmp_path / "images", tmp_path / "shards"), until="write shards"
-    )
+        (tmp_path / f"images/cat/{number}.jpg").write_bytes(large)
+    run = run_of(tmp_path / "images", tmp_path / "shards")
+    work = prepare_here(run, until="write shards")
     (unit,) = tars.shard_units(work)
     tracemalloc.start()
     tars.write_shard(work, unit)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert (
-        peak < 8 << 20
-        and (work.path / unit).with_suffix(".tar").stat().st_size > 16 << 20
-    )
+    assert peak < 8 << 20
+    assert (work.path / unit).with_suffix(".tar").stat().st_size > 16 << 20
 
 
 @pytest.mark.parametrize("code", [*OUTAGES, *FAULTS], ids=errno.errorcode.get)
 def test_outages_while_reading_reject_no_file(code, tmp_path, monkeypatch):
     run = run_of(corpus(tmp_path / "images", num=1), tmp_path / "shards")
     status = (tmp_path / "images" / "cat" / "000.jpg").stat()
-    row = {
-        **{"path": b"cat/000.jpg", "file": b"", "offset": 0, "spooled": False},
-        **{"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns},
-    }
+    row = {"path": b"cat/000.jpg", "file": b"", "offset": 0, "spooled": False}
+    row |= {"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns}
 
     def fail(*arguments: object, **options: object) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("data_prep.steps.list_inputs.os.fstat", fail)
     try:
-        assert (
-            check_input(WorkFolder(run), row).reason == "unreadable" and code in FAULTS
-        )
+        assert check_input(WorkFolder(run), row).reason == "unreadable"
+        assert code in FAULTS
     except StorageError as error:
         assert code in OUTAGES and "the source cannot be read" in error.text()
         assert "same command again" in error.text()
@@ -335,16 +303,13 @@ def test_an_unmounted_source_keeps_the_work_and_resumes(
         (tmp_path / mount).mkdir()
     with pytest.raises(StorageError, match="missing or empty") as stopped:
         prepare_here(run)
-    assert (
-        ".shards.preparing" in stopped.value.text()
-        and "mount it" in stopped.value.text()
-    )
+    said = stopped.value.text()
+    assert ".shards.preparing" in said and "mount it" in said
     if leaves_a_folder:
         (tmp_path / mount).rmdir()
     (tmp_path / "aside").rename(tmp_path / mount)
-    os.utime(
-        tmp_path / "images", ns=(times.st_atime_ns, times.st_mtime_ns)
-    )  # as after a mount
+    # As after a mount.
+    os.utime(tmp_path / "images", ns=(times.st_atime_ns, times.st_mtime_ns))
     assert (p.path / "rows.arrow").exists()
     prepare_here(run)
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
@@ -391,20 +356,20 @@ def test_order_and_keys_do_not_depend_on_the_order_of_listing(names, batch):
 def test_order_is_that_of_sha256_written_out():
     inputs = [make_input(f"{i}.jpg") for i in range(50)]
     rows = ordered(inputs, batch=7, seed=5)
-    expected = sorted(
-        range(50),
-        key=lambda i: hashlib.sha256(f"order\0{5}\0train-cat-{i}".encode()).digest(),
-    )
-    assert [path for path, _ in rows] == [f"{i}.jpg".encode() for i in expected]
+
+    def digest(path: bytes) -> bytes:
+        number = path.removesuffix(b".jpg")
+        return hashlib.sha256(b"order\x005\x00train-cat-" + number).digest()
+
+    paths = [path for path, _ in rows]
+    assert paths == sorted(paths, key=digest) and len(paths) == 50
     other = ordered(inputs, batch=7, seed=6)
     assert other != rows and sorted(other) == sorted(rows)
 
 
 def test_plain_names_stay_readable_and_others_get_a_hash():
-    assert (
-        make_key("n01440764", "n01440764_10026", path="p")
-        == "n01440764-n01440764_10026"
-    )
+    plain = make_key("n01440764", "n01440764_10026", path="p")
+    assert plain == "n01440764-n01440764_10026"
     assert re.fullmatch(r"cat-a_b-[0-9a-f]{16}", make_key("cat", "a b", path="p"))
     assert make_key("cat", "a b", path="p") != make_key("cat", "a b", path="q")
     # A name that looks hashed gets a hash of its own, so collisions cannot be forged.
