@@ -177,7 +177,7 @@ def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
 
 @every(error=[None, OSError(errno.EIO, "I/O error", "journal.jsonl")])
 def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
-    tmp_path, world: World, error: OSError | None
+    tmp_path, world: World, error
 ):
     """And a step is committed even if that fails: nothing but its log lines is at risk."""
     committed: list[list[str]] = []
@@ -201,9 +201,7 @@ def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
 
 
 @every(stop=[None, SystemExit(75), KeyError("other")])
-def test_store_waits_for_its_last_save(
-    tmp_path, world: World, monkeypatch, stop: BaseException | None
-):
+def test_store_waits_for_its_last_save(tmp_path, world: World, monkeypatch, stop):
     """Exit code 75 would claim a checkpoint; another error stays and notes a failed save."""
 
     def save_and_stop() -> None:
@@ -237,7 +235,7 @@ def test_store_waits_for_its_last_save(
     ],
 )
 def test_state_that_is_not_finite_is_not_committed(
-    tmp_path, world: World, dtype: torch.dtype, value
+    tmp_path, world: World, dtype, value
 ):
     """One value of many; no run recovers from it, and retention would remove the last good step."""
     before = save(tmp_path, world, step=1)
@@ -310,7 +308,7 @@ def lock(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def test_a_run_folder_that_is_gone_ends_the_process_and_stays_away(
-    folder: Path, monkeypatch, capsys
+    folder, monkeypatch, capsys
 ):
     ended = threading.Event()
     codes = []
@@ -327,7 +325,7 @@ def test_a_run_folder_that_is_gone_ends_the_process_and_stays_away(
     )
 
 
-def test_a_second_job_is_refused_at_once(folder: Path, monkeypatch):
+def test_a_second_job_is_refused_at_once(folder, monkeypatch):
     """Under SLURM it waits first, and may start again."""
     flushed = set()
     monkeypatch.setattr(os, "fsync", lambda file: flushed.add(os.fstat(file).st_ino))
@@ -348,7 +346,7 @@ def test_a_second_job_is_refused_at_once(folder: Path, monkeypatch):
 
 @every(has_flock="true, false")
 def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
-    folder: Path, monkeypatch, has_flock
+    folder, monkeypatch, has_flock
 ):
     """Where flock is missing, or does not see other nodes."""
 
@@ -377,7 +375,7 @@ def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
     ],
 )
 def test_of_starts_at_the_same_moment_one_gets_the_folder(
-    folder: Path, monkeypatch, flock, num_starts, left_behind
+    folder, monkeypatch, flock, num_starts, left_behind
 ):
     """On as many nodes, which all find it free before any of them has written its name."""
 

@@ -153,14 +153,14 @@ def test_any_text_gives_values_or_errors(text):
         (b"base: .\n", "b.yaml:1: base: cannot be read: Is a directory"),
     ],
 )
-def test_unreadable_file_is_one_error(here: Path, data, message):
+def test_unreadable_file_is_one_error(here, data, message):
     (here / "b.yaml").write_bytes(data)
     (error,) = errors_of("b.yaml")
     assert error.startswith(message)
 
 
 @every(data=[b"", b"# nothing\n"])
-def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(here: Path, data):
+def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(here, data):
     (here / "b.yaml").write_bytes(data)
     missing = [text.splitlines()[0].split(": ")[1] for text in errors_of("b.yaml")]
     assert missing == ["name", "data", "model", "optim", "schedule"]
@@ -174,7 +174,7 @@ def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(here: Path, data):
 # ---- layers -----------------------------------------------------------------------------------
 
 
-def test_command_line_beats_file_beats_base_beats_default(here: Path):
+def test_command_line_beats_file_beats_base_beats_default(here):
     (here / "sub").mkdir()
     (here / "sub/b.yaml").write_text(
         "base: ../a.yaml\noptim:\n  lr: 2e-3\ndata: {path: b}\n"
@@ -194,7 +194,7 @@ def test_command_line_beats_file_beats_base_beats_default(here: Path):
     assert ("seed",) not in places
 
 
-def test_the_site_file_is_above_defaults_and_below_files(here: Path, monkeypatch):
+def test_the_site_file_is_above_defaults_and_below_files(here, monkeypatch):
     monkeypatch.delenv("VITSCALE_SITE", raising=False)
     monkeypatch.setenv("HOME", str(here))
     assert load_run(PretrainRun, "a.yaml").run.launch.partition is None
@@ -220,9 +220,7 @@ def test_the_site_file_is_above_defaults_and_below_files(here: Path, monkeypatch
     assert load_run(PretrainRun, "a.yaml").run.launch.partition is None
 
 
-def test_mistakes_in_the_site_file_are_reported_with_their_place(
-    here: Path, monkeypatch
-):
+def test_mistakes_in_the_site_file_are_reported_with_their_place(here, monkeypatch):
     site = here / "site.yaml"
     monkeypatch.setenv("VITSCALE_SITE", str(site))
     site.write_text(
@@ -266,7 +264,7 @@ BASE = {
 - [mae, "{normalized_pixels: false}", {name: mae, mask_ratio: 0.5}]
 - [objective, "{loss: softmax}", {name: supervised, label_smoothing: 0.1}]
 """)
-def test_a_choice_inherits_what_its_group_has(here: Path, base, child, expected):
+def test_a_choice_inherits_what_its_group_has(here, base, child, expected):
     for name, text in BASE.items():
         (here / f"{name}.yaml").write_text(text if name == "mae" else VALID + text)
     (here / "child.yaml").write_text(f"base: {base}.yaml\nobjective: {child}\n")
@@ -278,12 +276,12 @@ def test_a_choice_inherits_what_its_group_has(here: Path, base, child, expected)
     assert load_run(PretrainRun, f"{base}.yaml", overrides=[override]).run == loaded.run
 
 
-def test_a_group_of_no_name_has_the_default_one_which_nobody_set(here: Path):
+def test_a_group_of_no_name_has_the_default_one_which_nobody_set(here):
     model = load_run(PretrainRun, "a.yaml").run.model
     assert model.name == "vit" and model.model_fields_set == {"preset"}
 
 
-def test_a_key_missing_in_a_replaced_list_is_placed_in_the_new_list(here: Path):
+def test_a_key_missing_in_a_replaced_list_is_placed_in_the_new_list(here):
     mixture = "data:\n  mixture:\n    - {path: b, share: 0.5}\n"
     (here / "b.yaml").write_text("base: a.yaml\n" + mixture)
     (here / "c.yaml").write_text("base: b.yaml\ndata:\n  mixture:\n\n  - {path: c}\n")
@@ -320,7 +318,7 @@ CHANGES = st.tuples(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(CHANGES, min_size=1, max_size=4))
-def test_any_configuration_is_a_valid_run_or_a_user_error(here: Path, changes):
+def test_any_configuration_is_a_valid_run_or_a_user_error(here, changes):
     """Valid values, but for up to four that are dropped, misspelt, of another type or extreme."""
     tree = copy.deepcopy(TREE)
     for path, value, typo in changes:

@@ -33,7 +33,7 @@ def deep(tmp_path) -> Iterator[Path]:
     subprocess.run(["rm", "-r", tmp_path / "in"], check=True)
 
 
-def test_folders_may_be_deeper_than_calls(deep: Path, tmp_path):
+def test_folders_may_be_deeper_than_calls(deep, tmp_path):
     expected = {f"{deep}/cat/a.jpg", f"{deep}/cat/{'d/' * 1200}b.jpg"}
     assert set(files_below(deep)) == expected
     assert set(find_files([str(deep)]).paths) == expected

@@ -75,7 +75,7 @@ def keys(index: SplitIndex) -> list[str]:
 NAMES = [f"train-c{number % 2}-{number}" for number in range(20)]
 
 
-def test_a_split_is_read_without_the_others(shards: Path):
+def test_a_split_is_read_without_the_others(shards):
     index = read_split(shards, split="train")
     rows = pq.read_table(shards / INDEX_NAME).to_pylist()[4:]
     assert index.shard_of.tolist() == [0] * 7 + [1] * 7 + [2] * 6
@@ -108,7 +108,7 @@ def many_groups(tmp_path, monkeypatch) -> Path:
 
 
 @every(seed=range(4), split="test, train")
-def test_keys_of_any_samples_are_those_of_the_table(many_groups: Path, split, seed):
+def test_keys_of_any_samples_are_those_of_the_table(many_groups, split, seed):
     rows = pq.read_table(many_groups / INDEX_NAME).to_pylist()
     expected = [row["key"] for row in rows if row["split"] == split]
     random = np.random.default_rng(seed)
@@ -142,7 +142,7 @@ def damage_keys(path: Path, row_group: int) -> None:
         file.write(b"\xff" * column.total_compressed_size)
 
 
-def test_only_the_row_groups_of_the_samples_are_read(many_groups: Path):
+def test_only_the_row_groups_of_the_samples_are_read(many_groups):
     """So all others may be damaged, and a name costs the same whatever the size of the corpus."""
     index = read_split(many_groups, split="train")
     path = many_groups / INDEX_NAME
@@ -184,7 +184,7 @@ def shortened(path: Path) -> None:
         "shorter",
     ],
 )
-def test_a_sample_without_a_readable_key_is_named_by_number(copy: Path, change):
+def test_a_sample_without_a_readable_key_is_named_by_number(copy, change):
     """Whatever happens to the index during a run, a name does not end it."""
     index = read_split(copy, split="train")
     assert sample_names([index], [(0, 6), (0, 1)]) == [repr(NAMES[6]), repr(NAMES[1])]
@@ -252,7 +252,7 @@ READS: dict[str, Callable[[Path], Any]] = {
 )
 @every(error=[errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
 def test_a_start_waits_for_storage_that_fails_for_a_moment(
-    copy: Path, flaky, read, name, error
+    copy, flaky, read, name, error
 ):
     """For longer it is a failure of storage, which a job is started again after; not bad input."""
     expected = READS[read](copy)
@@ -265,7 +265,7 @@ def test_a_start_waits_for_storage_that_fails_for_a_moment(
 
 
 def test_keys_are_searched_anew_where_storage_fails_in_the_middle(
-    many_groups: Path, monkeypatch
+    many_groups, monkeypatch
 ):
     """What was found before the failure does not count twice."""
     calls = list[int]()
@@ -287,7 +287,7 @@ def test_keys_are_searched_anew_where_storage_fails_in_the_middle(
     assert len(calls) == 2 + 1 + 11 and keys(chosen) == names
 
 
-def test_missing_and_shortened_tars_are_all_named(copy: Path):
+def test_missing_and_shortened_tars_are_all_named(copy):
     """One rank looks at them; the others read the index alone, and pass it on."""
     settings = DataSettings(path=str(copy), global_batch=2)
     whole = open_training_set(settings, seed=0)
@@ -316,13 +316,13 @@ def test_missing_and_shortened_tars_are_all_named(copy: Path):
 - [{classes: []}, disagrees with manifest.json]
 - [{classes: [cat]}, disagrees with manifest.json]
 """)
-def test_a_manifest_that_does_not_fit_is_refused(copy: Path, changes, message):
+def test_a_manifest_that_does_not_fit_is_refused(copy, changes, message):
     edit_manifest(copy, **changes)
     with refused(message):
         read_split(copy, split="train")
 
 
-def test_rows_that_no_preparation_writes_are_refused(copy: Path):
+def test_rows_that_no_preparation_writes_are_refused(copy):
     table = pq.read_table(copy / INDEX_NAME)
     zeros = pa.array([0] * len(table))
     for changed in (table[::-1], table.set_column(4, "length", zeros)):
@@ -333,7 +333,7 @@ def test_rows_that_no_preparation_writes_are_refused(copy: Path):
 
 
 @every(classes=[(), ("cat", "dog")])
-def test_samples_have_no_label_if_there_are_no_classes(copy: Path, classes):
+def test_samples_have_no_label_if_there_are_no_classes(copy, classes):
     table = pq.read_table(copy / INDEX_NAME)
     column = pa.array([-1] * len(table), pa.int32())
     table = table.set_column(table.schema.get_field_index("label"), "label", column)
@@ -368,7 +368,7 @@ def listed(path: Path, names: list[str]) -> str:
 - [{dev_percent: 10, first_percent: 50}, [0, 1, 2, 3, 4, 5, 6, 7, 8]]
 - [{dev_percent: 40, first_percent: 50, only_classes: [dog]}, [1, 3, 5]]
 """)
-def test_a_subset_keeps_labels_and_places(shards: Path, tmp_path, settings, chosen):
+def test_a_subset_keeps_labels_and_places(shards, tmp_path, settings, chosen):
     if "only_keys" in settings:
         settings = settings | {
             "only_keys": listed(tmp_path / "keys.txt", settings["only_keys"])
@@ -390,7 +390,7 @@ def test_a_subset_keeps_labels_and_places(shards: Path, tmp_path, settings, chos
         assert len({part.fingerprint, uncut.fingerprint, part.dev.fingerprint}) == 3
 
 
-def test_the_same_choice_from_another_file_is_the_same_set(shards: Path, tmp_path):
+def test_the_same_choice_from_another_file_is_the_same_set(shards, tmp_path):
     one, two, three = (
         opened(shards, only_keys=listed(tmp_path / f"{number}.txt", names))
         for number, names in enumerate(
@@ -403,7 +403,7 @@ def test_the_same_choice_from_another_file_is_the_same_set(shards: Path, tmp_pat
     assert one.key_hash != three.key_hash
 
 
-def test_a_mixture_names_all_its_parts(shards: Path, tmp_path):
+def test_a_mixture_names_all_its_parts(shards, tmp_path):
     other = write_shard_folder(tmp_path / "b", num_per_class=4, num_shards=1, seed=5)
     mixed = opened(shards, mixture=[{"path": str(other), "share": 0.25}])
     assert mixed.num_samples == 28 and mixed.order.shares == (750_000, 250_000)
@@ -427,9 +427,7 @@ def test_the_cache_must_hold_the_largest_tars_of_each_set():
         _check_cache(parts, RemoteSettings(cache_gib=gib - 0.001))
 
 
-def test_images_held_out_are_found_in_what_is_mixed_in(
-    shards: Path, copy: Path, tmp_path, capsys
-):
+def test_images_held_out_are_found_in_what_is_mixed_in(shards, copy, tmp_path, capsys):
     for path in (shards, copy):
         with refused(r"mixture\[0\].* 2 of the images .*holds out"):
             opened(shards, mixture=[{"path": str(path), "share": 0.5}], dev_percent=10)
@@ -455,7 +453,7 @@ UNFIT = r"""
 """
 
 
-def test_what_does_not_fit_is_refused(shards: Path, tmp_path, monkeypatch):
+def test_what_does_not_fit_is_refused(shards, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few = {"num_per_class": 4, "num_shards": 1}
     write_shard_folder(tmp_path / "owls", classes=("cat", "owl"), **few)

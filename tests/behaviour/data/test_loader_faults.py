@@ -56,7 +56,7 @@ def batches(
         yield from rank_batches_of(data, stop=12 * steps, rank=rank, ranks=ranks)
 
 
-def test_the_substitute_is_the_same_on_every_layout(shards: Path):
+def test_the_substitute_is_the_same_on_every_layout(shards):
     undamaged = list(batches(shards, workers=0))
     damage(shards, [5, 17])
     found = list(batches(shards, workers=0))
@@ -87,7 +87,7 @@ def test_the_substitute_is_the_same_on_every_layout(shards: Path):
 
 
 @every(workers="0, 2")
-def test_the_run_ends_if_no_substitute_can_be_read(shards: Path, workers):
+def test_the_run_ends_if_no_substitute_can_be_read(shards, workers):
     damage(shards, list(range(NUM)))
     with refused(r"(?s)sample 'train-.*' cannot be read.*nor can 8 sub"):
         list(batches(shards, workers=workers))
@@ -100,9 +100,7 @@ def test_the_run_ends_if_no_substitute_can_be_read(shards: Path, workers):
         (signal.SIGSTOP, "pid {pid}, stopped.* gave no batch .* for 3 s"),
     ],
 )
-def test_a_dead_or_hung_worker_is_named(
-    shards: Path, monkeypatch, number: signal.Signals, message
-):
+def test_a_dead_or_hung_worker_is_named(shards, monkeypatch, number, message):
     running = batches(shards, workers=2, steps=10_000)
     next(running)
     monkeypatch.setattr(loader_module, "TIMEOUT_S", 3.0)
@@ -222,7 +220,7 @@ class AwaySamples(Samples):
         ),
     ],
 )
-def test_an_error_of_one_rank_keeps_its_kind(workers, error: UserError, code):
+def test_an_error_of_one_rank_keeps_its_kind(workers, error, code):
     """The other ranks do not know of it, so this one prints it; a job of the first is requeued."""
     data = DataSettings(path="x", global_batch=1, num_workers=workers)
     samples = AwaySamples(error)
@@ -266,7 +264,7 @@ def child(shards: Path, end: str) -> tuple[subprocess.Popen[str], list[int]]:
 
 
 @pytest.mark.parametrize(("end", "code"), [("kill", -signal.SIGKILL), ("finish", 0)])
-def test_server_and_workers_end_with_their_rank(shards: Path, end, code):
+def test_server_and_workers_end_with_their_rank(shards, end, code):
     """Also a worker that is stopped, in the middle of a stream."""
     process, pids = child(shards, end)
     assert process.wait() == code
@@ -274,7 +272,7 @@ def test_server_and_workers_end_with_their_rank(shards: Path, end, code):
 
 
 @pytest.mark.slow
-def test_a_job_that_was_suspended_continues(shards: Path):
+def test_a_job_that_was_suspended_continues(shards):
     """A pause of trainer and workers together is no hang of a worker."""
     process, (_, *workers) = child(shards, "continue")
     for worker in workers:

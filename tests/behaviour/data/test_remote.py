@@ -143,7 +143,7 @@ def test_names_are_joined_and_stay_on_their_host(folder, name, joined):
     assert str(location_of(folder) / name) == joined
 
 
-def test_an_external_manifest_cannot_name_other_places(folder: Path, tmp_path):
+def test_an_external_manifest_cannot_name_other_places(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     path = copy / MANIFEST_NAME
     text = json.loads(path.read_text())
@@ -166,9 +166,7 @@ def content_of(url: str, name: str = "a.bin") -> bytes:
 
 
 @every(fault="error, drop, short, no_ranges, slow")
-def test_a_transient_fault_is_retried(
-    folder: Path, server: RangeServer, fault, monkeypatch
-):
+def test_a_transient_fault_is_retried(folder, server: RangeServer, fault, monkeypatch):
     monkeypatch.setattr(remote, "CHUNK_BYTES", 4000)
     server.fault = lambda path, number: fault if number % 3 else None
     assert content_of(server.url) == (folder / "a.bin").read_bytes()
@@ -215,7 +213,7 @@ def test_missing_credentials_are_an_error_at_once(variable, value, monkeypatch):
 
 @pytest.mark.slow
 @every(scheme="s3, gs")
-def test_buckets_answer_with_what_was_asked_for(scheme, folder: Path, monkeypatch):
+def test_buckets_answer_with_what_was_asked_for(scheme, folder, monkeypatch):
     """Through the real client libraries."""
     import fsspec
 
@@ -334,7 +332,7 @@ def test_a_prefetch_evicts_nothing_in_use(cache: Cache):
     assert cache.held() == [1, 2, 3]
 
 
-def test_damage_is_fetched_again_and_never_kept(cache: Cache, log: Path):
+def test_damage_is_fetched_again_and_never_kept(cache: Cache, log):
     """On the local disk, and where the bytes are stored."""
     shard = cache.file(1)
     for damage in (b"x" * SIZE, b""):
@@ -351,7 +349,7 @@ def test_damage_is_fetched_again_and_never_kept(cache: Cache, log: Path):
     assert cache.held() == [] and requests(log) == [99] * remote.DAMAGED_READS
 
 
-def test_a_cache_that_cannot_keep_a_file_is_one_error(tmp_path, log: Path):
+def test_a_cache_that_cannot_keep_a_file_is_one_error(tmp_path, log):
     """No sample is replaced for it."""
     with refused("bucket/1 cannot be kept there .*no space for 1000 bytes"):
         Cache(tmp_path, num_files=0.5).read(1)
@@ -387,9 +385,7 @@ def _fetch_all(cache: Cache, first: int, sizes: Path) -> None:
 
 
 @every(limit="100, 4")
-def test_many_processes_fetch_each_file_once_and_keep_the_size(
-    tmp_path, log: Path, limit
-):
+def test_many_processes_fetch_each_file_once_and_keep_the_size(tmp_path, log, limit):
     context = multiprocessing.get_context("fork")
     cache = Cache(tmp_path, num_files=limit)
     sizes = tmp_path / "sizes"

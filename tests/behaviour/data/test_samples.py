@@ -145,7 +145,7 @@ def reader(name: str, shards: Path, tmp_path: Path) -> Samples:
     ],
 )
 def test_a_passing_error_of_storage_changes_nothing(
-    shards: Path, tmp_path, no_pauses, kind, error, times
+    shards, tmp_path, no_pauses, kind, error, times
 ):
     """The same sample is read again: none is replaced, and the run goes on."""
     expected = torch.empty_like(OUT)
@@ -159,7 +159,7 @@ def test_a_passing_error_of_storage_changes_nothing(
 
 @every(error="ESTALE, EIO", kind=READERS)
 def test_storage_that_stays_away_ends_the_run_and_is_named(
-    shards: Path, tmp_path, no_pauses, capsys, kind, error
+    shards, tmp_path, no_pauses, capsys, kind, error
 ):
     """No other sample is taken, which would be another at each start."""
     samples = reader(kind, shards, tmp_path)
@@ -171,7 +171,7 @@ def test_storage_that_stays_away_ends_the_run_and_is_named(
     assert f"{text}; reading it again" in capsys.readouterr().err
 
 
-def test_a_stale_handle_is_opened_again(shards: Path, no_pauses):
+def test_a_stale_handle_is_opened_again(shards, no_pauses):
     """As after another node has replaced the file: every read of the old one fails."""
     samples = training(shards)
     real = os.pread
@@ -191,7 +191,7 @@ def test_a_stale_handle_is_opened_again(shards: Path, no_pauses):
         assert [samples.fill(position, OUT)[1] for position in range(12)] == [[]] * 12
 
 
-def test_a_read_that_fails_half_way_is_no_damage(shards: Path, no_pauses):
+def test_a_read_that_fails_half_way_is_no_damage(shards, no_pauses):
     """The first half is returned without an error, which only the read of the rest tells."""
     samples = training(shards)
     real = os.pread
@@ -212,7 +212,7 @@ def test_a_read_that_fails_half_way_is_no_damage(shards: Path, no_pauses):
 
 @every(error="EBADMSG, EUCLEAN, ENODATA")
 def test_bytes_that_the_file_system_finds_damaged_are_substituted_in_training_only(
-    shards: Path, error
+    shards, error
 ):
     with failing(error) as calls:
         _, (lost,) = training(shards).fill(0, OUT)
@@ -222,7 +222,7 @@ def test_bytes_that_the_file_system_finds_damaged_are_substituted_in_training_on
 
 
 @every(error="EACCES, ENOMEM, EMFILE")
-def test_an_error_of_the_machine_ends_the_run_at_once(shards: Path, error):
+def test_an_error_of_the_machine_ends_the_run_at_once(shards, error):
     for samples in (training(shards), evaluation(shards)):
         with (
             failing(error) as calls,
@@ -233,7 +233,7 @@ def test_an_error_of_the_machine_ends_the_run_at_once(shards: Path, error):
         assert samples.fill(0, OUT)[1] == []
 
 
-def test_damage_that_decodes_is_found_in_every_16th_sample(shards: Path):
+def test_damage_that_decodes_is_found_in_every_16th_sample(shards):
     samples = training(shards)
     index = samples.parts[0]
     for path in index.shards:
@@ -251,7 +251,7 @@ def test_damage_that_decodes_is_found_in_every_16th_sample(shards: Path):
 
 
 @every(fraction="null, 0.8")
-def test_evaluation_averages_areas_where_its_settings_say(shards: Path, fraction):
+def test_evaluation_averages_areas_where_its_settings_say(shards, fraction):
     """Bilinear and bicubic as the libraries: test_pixels, test_exporting."""
     more: dict[str, Any] = {}
     pixels = crops.decode(evaluation(shards).index.read(2))
@@ -267,7 +267,7 @@ def test_evaluation_averages_areas_where_its_settings_say(shards: Path, fraction
     assert torch.equal(OUT, crops.area_resized(pixels, resized=resized, size=SIZE))
 
 
-def test_inception_tf_takes_boxes_of_its_own(shards: Path):
+def test_inception_tf_takes_boxes_of_its_own(shards):
     """All else equal, the pixels are those of the box that the sample's key draws."""
     samples = training(shards, crop="inception_tf", crop_aspect=(0.75, 1.33))
     for position in range(4):
@@ -284,7 +284,7 @@ def test_inception_tf_takes_boxes_of_its_own(shards: Path):
         assert torch.equal(OUT, crops.crop_and_resize(pixels, request))
 
 
-def test_each_sample_is_evaluated_once_and_padding_has_no_weight(shards: Path):
+def test_each_sample_is_evaluated_once_and_padding_has_no_weight(shards):
     index = read_split(shards, split="train")
     data = DataSettings(path=str(shards), global_batch=4, num_workers=0)
     chosen = np.arange(1, 8)

@@ -52,7 +52,7 @@ def taken(
     return list(islice(tar_samples(tars, seed=SEED, start=start, **more), num_samples))
 
 
-def test_an_epoch_has_every_sample_once(folder: Path, monkeypatch):
+def test_an_epoch_has_every_sample_once(folder, monkeypatch):
     # The library's own way to open tars runs commands: for `pipe:`, http and rewritten names.
     monkeypatch.delattr(tariterators.gopen, "gopen")
     index = read_split(folder, split="train")
@@ -169,7 +169,7 @@ def test_a_tar_that_cannot_be_used_is_named(tmp_path, content, message):
 - [dev, no tars 'dev']
 - [x.tar | touch FOLDER/canary, 1 of 1 tars are missing]
 """)
-def test_a_split_is_a_name_or_a_pattern(folder: Path, split, numbers):
+def test_a_split_is_a_name_or_a_pattern(folder, split, numbers):
     split = split.replace("FOLDER", str(folder))
     if not isinstance(numbers, str):
         names = [

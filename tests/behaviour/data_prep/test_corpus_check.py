@@ -365,7 +365,7 @@ def opened(path: Path, **settings: Any) -> TrainingSet:
     )
 
 
-def test_keys_that_tars_share_get_the_name_of_their_tar(indexed: Path, tmp_path):
+def test_keys_that_tars_share_get_the_name_of_their_tar(indexed, tmp_path):
     split = read_split(indexed, split="train")
     keys = sample_keys(split, range(split.num_samples))
     assert len(set(keys)) == 120 and keys[25] == "1/005"
@@ -402,7 +402,7 @@ def test_keys_of_two_splits_are_refused_where_copies_are_left_out(tmp_path):
         check_keys(tmp_path / "index", list_samples(tmp_path / "index"))
 
 
-def test_a_list_refuses_an_index_whose_keys_repeat(indexed: Path, tmp_path):
+def test_a_list_refuses_an_index_whose_keys_repeat(indexed, tmp_path):
     """As earlier versions made them."""
     (tmp_path / "old").mkdir()
     table = pq.read_table(indexed / "index.parquet")
@@ -419,7 +419,7 @@ def test_a_list_refuses_an_index_whose_keys_repeat(indexed: Path, tmp_path):
         )
 
 
-def test_parts_of_sorted_tars_are_drawn_from_all_of_them(indexed: Path):
+def test_parts_of_sorted_tars_are_drawn_from_all_of_them(indexed):
     for settings in ({"first_percent": 30.0}, {"dev_percent": 30.0}):
         found = opened(indexed, **settings)
         (part,) = found.parts

@@ -258,7 +258,7 @@ def corpora(draw: st.DrawFn) -> np.ndarray:
 
 @given(descriptors=corpora(), max_pairs=st.sampled_from([5, 1 << 17]))
 @settings(max_examples=60, deadline=None)
-def test_the_search_finds_the_nearest_of_all_pairs(descriptors: np.ndarray, max_pairs):
+def test_the_search_finds_the_nearest_of_all_pairs(descriptors, max_pairs):
     """Among those that are much alike, any."""
     with mock.patch.multiple(search, MAX_PAIRS=max_pairs, BATCH_ROWS=3):
         found = nearest_similar(descriptors)

@@ -60,18 +60,18 @@ def check_of_first(folder: Path) -> Callable[[], list[str]]:
     return partial(check_tar, task, folder=folder, root=folder, ours=True)
 
 
-def test_a_sound_folder_has_no_findings(sound: Path):
+def test_a_sound_folder_has_no_findings(sound):
     assert findings(sound) == []
 
 
-def test_tars_behind_a_url_are_refused_and_not_called_damaged(shards: Path):
+def test_tars_behind_a_url_are_refused_and_not_called_damaged(shards):
     manifest = replace(read_manifest(shards), shards_root="https://host/shards")
     write_manifest(shards, manifest=manifest)
     with refused("https://host/shards is a URL(.|\n)*download"):
         findings(shards)
 
 
-def test_a_cut_at_every_offset_is_found(shards: Path):
+def test_a_cut_at_every_offset_is_found(shards):
     check = check_of_first(shards)
     num_bytes = (shards / TRAIN).stat().st_size
     with open(shards / TRAIN, "r+b") as file:
@@ -83,7 +83,7 @@ def test_a_cut_at_every_offset_is_found(shards: Path):
             assert len(found) > 1
 
 
-def test_a_changed_byte_at_every_offset_is_found(shards: Path):
+def test_a_changed_byte_at_every_offset_is_found(shards):
     check = check_of_first(shards)
     whole = (shards / TRAIN).read_bytes()
     with open(shards / TRAIN, "r+b", buffering=0) as file:
@@ -126,9 +126,7 @@ def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) ->
 - ['01324', {}, "do not have the manifest's fingerprint"]
 - ['01234', {blake3: null}, "not have the samples of the manifest's tars"]
 """)
-def test_an_index_that_was_written_wrongly_is_found(
-    shards: Path, order, values, message
-):
+def test_an_index_that_was_written_wrongly_is_found(shards, order, values, message):
     def change(index_rows: list[Values]) -> None:
         index_rows[2].update(values)
         index_rows[:5] = [index_rows[int(number)] for number in order]
@@ -148,7 +146,7 @@ def test_labels_in_a_folder_without_classes_are_found(tmp_path, label):
 
 
 @every(name=[INDEX_NAME, "ledger.parquet", "_info.json", TRAIN])
-def test_missing_and_cut_files_are_found(shards: Path, name):
+def test_missing_and_cut_files_are_found(shards, name):
     data = (shards / name).read_bytes()
     (shards / name).unlink()
     missing = findings(shards)
@@ -161,7 +159,7 @@ def test_missing_and_cut_files_are_found(shards: Path, name):
     assert name != TRAIN or not entry_points_file(shards, TRAIN).exists()
 
 
-def test_other_index_columns_are_refused(shards: Path):
+def test_other_index_columns_are_refused(shards):
     pq.write_table(pa.table({"key": ["a"]}), shards / INDEX_NAME)
     found = findings(shards)
     assert any("has other columns" in text for text in found)
@@ -182,7 +180,7 @@ def test_other_index_columns_are_refused(shards: Path):
 )
 @every(batch_rows="1, 2, 1000")
 def test_the_samples_of_ledger_and_index_are_compared_in_pieces(
-    shards: Path, change, is_found, batch_rows, monkeypatch
+    shards, change, is_found, batch_rows, monkeypatch
 ):
     monkeypatch.setattr("data_prep.verification.BATCH_ROWS", batch_rows)
     assert findings(shards) == []
@@ -270,7 +268,7 @@ def test_a_parquet_file_is_never_held_as_a_whole(reader, tmp_path):
 
 
 @every(name=["../x.tar", "/x.tar", "a/../../x.tar", "..", "", "a\0.tar"])
-def test_a_manifest_that_names_files_outside_is_refused(shards: Path, name):
+def test_a_manifest_that_names_files_outside_is_refused(shards, name):
     manifest = read_manifest(shards)
     first = manifest.splits["train"].shards[0]
     split = replace(manifest.splits["train"], shards=(replace(first, name=name),))
@@ -281,7 +279,7 @@ def test_a_manifest_that_names_files_outside_is_refused(shards: Path, name):
         list_samples(shards)
 
 
-def test_an_index_that_names_other_tars_is_not_followed(shards: Path, tmp_path):
+def test_an_index_that_names_other_tars_is_not_followed(shards, tmp_path):
     (tmp_path / "secret").write_bytes(b"x" * 10_000)
     rewritten(shards, lambda rows: rows[0].update(shard="../secret"))
     with refused("names the tar '../secret', which manifest.json does not"):
@@ -291,7 +289,7 @@ def test_an_index_that_names_other_tars_is_not_followed(shards: Path, tmp_path):
 
 
 @every(link="entry_points, entry_points/deep")
-def test_entry_points_are_not_written_through_links(shards: Path, tmp_path, link):
+def test_entry_points_are_not_written_through_links(shards, tmp_path, link):
     (tmp_path / "victim").mkdir()
     name = f"deep/{TRAIN}" if "/" in link else TRAIN
     (shards / name).parent.mkdir(exist_ok=True)
@@ -316,7 +314,7 @@ def test_entry_points_are_not_written_through_links(shards: Path, tmp_path, link
     assert not list((tmp_path / "victim").iterdir())
 
 
-def test_a_ledger_of_other_sums_is_found(shards: Path):
+def test_a_ledger_of_other_sums_is_found(shards):
     write_manifest(
         shards, manifest=replace(read_manifest(shards), inputs={"num_rows": 9})
     )

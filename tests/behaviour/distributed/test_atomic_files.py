@@ -92,7 +92,7 @@ def fill(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("do", "code"), [("print", 0), ("write", EXIT_CODES[FailureKind.STORAGE])]
 )
-def test_a_rank_prints_on_a_full_disk(small_disk: Path, tmp_path, do, code):
+def test_a_rank_prints_on_a_full_disk(small_disk, tmp_path, do, code):
     fill(small_disk)
     with open(small_disk / "log", "ab") as log:
         done = subprocess.run(
@@ -105,7 +105,7 @@ def test_a_rank_prints_on_a_full_disk(small_disk: Path, tmp_path, do, code):
     assert done.returncode == code and (tmp_path / "done").exists()
 
 
-def test_what_a_full_disk_refuses_of_a_journal_is_written_later(small_disk: Path):
+def test_what_a_full_disk_refuses_of_a_journal_is_written_later(small_disk):
     journal = Journal(small_disk / "journal.jsonl", resume_step=0)
     journal.append({"train/loss": 1.0}, step=1)
     filler = fill(small_disk)
@@ -120,7 +120,7 @@ def test_what_a_full_disk_refuses_of_a_journal_is_written_later(small_disk: Path
 
 
 def test_records_of_a_full_disk_are_lost_with_a_warning(
-    small_disk: Path, monkeypatch, capsys
+    small_disk, monkeypatch, capsys
 ):
     monkeypatch.setattr(atomic_files, "PAUSES_S", ())
     filler = fill(small_disk)
@@ -191,9 +191,7 @@ def test_columns_pickle_as_their_path_and_parts_as_arrays():
         (StorageError("no index"), (0, 4, 8), StorageError, "no index"),
     ],
 )
-def test_an_error_of_any_node_is_raised_on_all_ranks(
-    error: UserError, failing, kind: type[UserError], text
-):
+def test_an_error_of_any_node_is_raised_on_all_ranks(error, failing, kind, text):
     def make(rank: int) -> int:
         if rank in failing:
             raise error

@@ -70,7 +70,7 @@ PRECISIONS = [
 
 @pytest.mark.parametrize("dtype, stage, world_size, section, sent_as", PRECISIONS)
 def test_micro_batches_are_summed_in_fp32_and_few_ranks_in_half_precision(
-    dtype: torch.dtype,
+    dtype,
     stage,
     world_size,
     section,

@@ -104,7 +104,7 @@ def reordered(model: TrainedModel, order: list[int]) -> dict[str, torch.Tensor]:
     }
 
 
-def test_classes_in_another_order_give_the_same_metrics(shards: Path, tmp_path, capsys):
+def test_classes_in_another_order_give_the_same_metrics(shards, tmp_path, capsys):
     model = animals()
     expected = results(evaluation(saved(tmp_path / "same", model), shards, LOGITS))
     assert "matched by" not in capsys.readouterr().out
@@ -133,7 +133,7 @@ def test_classes_in_another_order_give_the_same_metrics(shards: Path, tmp_path, 
     ],
 )
 def test_other_classes_are_neither_evaluated_nor_counted(
-    shards: Path, tmp_path, classes, message
+    shards, tmp_path, classes, message
 ):
     model = small_model(num_classes=len(classes or CLASSES), classes=classes)
     folder = saved(tmp_path / "model", model)
@@ -162,7 +162,7 @@ def predicted(
     return lines, list(csv.DictReader(open(output)))
 
 
-def test_predictions_meet_labels_whatever_their_order(shards: Path, tmp_path):
+def test_predictions_meet_labels_whatever_their_order(shards, tmp_path):
     model = animals()
     lines, rows = predicted(saved(tmp_path / "same", model), shards, tmp_path)
     right = sum(row["label"] == row["class_1"] for row in rows)
@@ -179,7 +179,7 @@ def test_predictions_meet_labels_whatever_their_order(shards: Path, tmp_path):
 
 
 def test_images_that_cannot_be_read_are_neither_right_nor_wrong(
-    shards: Path, tmp_path, monkeypatch
+    shards, tmp_path, monkeypatch
 ):
     """The first four of six are damaged in their shard."""
     monkeypatch.setattr(predicting, "CHUNK_ROWS", 4)
@@ -231,9 +231,7 @@ def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path):
 
 
 @every(independent="false, true")
-def test_shares_stand_alone_where_the_loss_was_a_sigmoid(
-    shards: Path, tmp_path, independent
-):
+def test_shares_stand_alone_where_the_loss_was_a_sigmoid(shards, tmp_path, independent):
     model = replace(animals(), independent=independent)
     # Shares that are rounded to 1 and 0 leave the order of the classes as it is.
     bias: Any = model.network.head.bias
@@ -252,7 +250,7 @@ def test_shares_stand_alone_where_the_loss_was_a_sigmoid(
 
 
 @every(value=[math.nan, math.inf])
-def test_outputs_that_are_no_numbers_are_an_error(shards: Path, tmp_path, value):
+def test_outputs_that_are_no_numbers_are_an_error(shards, tmp_path, value):
     model = animals()
     model.network.get_parameter("blocks.1.mlp.fc1.weight").data[0, 0] = value
     folder = saved(tmp_path / "model", model)
@@ -323,9 +321,7 @@ def test_a_metric_that_is_no_number_is_null_in_json(tmp_path):
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=[each["name"] for each in PROBES])
-def test_probes_never_learn_from_the_images_they_are_scored_on(
-    shards: Path, tmp_path, probe
-):
+def test_probes_never_learn_from_the_images_they_are_scored_on(shards, tmp_path, probe):
     folder = saved(tmp_path / "model", animals())
     for data, number in (
         ({"val_split": "train"}, 18),
@@ -376,8 +372,8 @@ KEYS = [TRAIN[3], TRAIN[7], TRAIN[8]]
     ],
 )
 def test_a_run_is_evaluated_on_the_images_it_was_evaluated_on(
-    shards: Path,
-    mixed_in: Path,
+    shards,
+    mixed_in,
     tmp_path,
     data,
     bank,
@@ -401,9 +397,7 @@ def _keys(index: Any) -> list[str]:
     return sample_keys(index, range(index.num_samples))
 
 
-def test_words_on_the_command_line_win_over_the_run(
-    shards: Path, mixed_in: Path, tmp_path
-):
+def test_words_on_the_command_line_win_over_the_run(shards, mixed_in, tmp_path):
     data = {
         "path": str(shards),
         "train_split": "train",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -191,9 +189,7 @@ def test_fill_and_resampling_are_those_of_timms_training(name, sign, monkeypatch
         (0.9, lambda image: image.filter(ImageFilter.GaussianBlur(1.05))),
     ],
 )
-def test_three_augment_equals_pillow(
-    chosen, reference: Callable[[Image.Image], Image.Image]
-):
+def test_three_augment_equals_pillow(chosen, reference):
     """DeiT-III's: one of three, then contrast, saturation and brightness in a drawn order."""
     strength = [0.5] if chosen == 0.9 else []  # of the blur
     for image in IMAGES:

@@ -107,7 +107,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 # ---- runs -------------------------------------------------------------------------------------
 
 
-def test_a_stage_has_a_run_for_each_combination_and_each_input(folder: Path):
+def test_a_stage_has_a_run_for_each_combination_and_each_input(folder):
     chain = chain_of(write_chain(folder))
     before: set[str] = set()
     for step in chain.steps:
@@ -135,7 +135,7 @@ def test_a_stage_has_a_run_for_each_combination_and_each_input(folder: Path):
     }  # fmt: skip
 
 
-def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder: Path):
+def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder):
     text = CHAIN.replace(
         "inputs: {data.path: shards}}",
         "inputs: {data.path: shards}, sweep: {data.first_percent: [1, 10], seed: [7]}}",
@@ -150,7 +150,7 @@ def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder: Path):
         assert step.run.tracking.tags["chain.pretrain.data.first_percent"] == share
 
 
-def test_variants_change_several_settings_and_meet_those_of_the_same_name(folder: Path):
+def test_variants_change_several_settings_and_meet_those_of_the_same_name(folder):
     variants = "variants: {plain: [], wide: [model.width=32, model.mlp_width=64]}"
     text = CHAIN.replace(SWEEP, f"    {variants}\n    sweep: {{seed: [3, 4]}}\n")
     widths = {"plain": 16, "wide": 32}
@@ -189,7 +189,7 @@ def test_overrides_of_the_chain_reach_runs_that_have_the_key():
 - ["{optim.lr: [0.01, 0.001]", "{init: [a]", "init is given twice"]
 - ["[launch.num_tasks=2]", "[], sweep: {seed: [1]}", "data_prep has no sweep"]
 """)
-def test_wrong_chains_are_refused(folder: Path, old, new, message):
+def test_wrong_chains_are_refused(folder, old, new, message):
     assert CHAIN.count(old) == 1
     path = write_chain(folder, CHAIN.replace(old, new))
     with refused(message):
@@ -200,7 +200,7 @@ def test_wrong_chains_are_refused(folder: Path, old, new, message):
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "configs/chains").glob("*.yaml")), ids=lambda path: path.stem
 )
-def test_chains_of_the_repository_load(path: Path, monkeypatch):
+def test_chains_of_the_repository_load(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     steps = chain_of(path, cluster="slurm").steps
     assert len(steps) > 4
@@ -318,7 +318,7 @@ def test_a_run_is_done_when_its_folder_says_so(chain: Chain):
     assert texts(chain, "pretrain") == {"resumable (step 7)"}
 
 
-def test_a_run_with_other_settings_is_repeated_or_refused(chain: Chain, folder: Path):
+def test_a_run_with_other_settings_is_repeated_or_refused(chain: Chain, folder):
     train(chain, "pretrain", "finetune")
     for step in steps_of(chain, "evaluate"):
         write_evaluation(step)
@@ -336,7 +336,7 @@ def test_a_run_with_other_settings_is_repeated_or_refused(chain: Chain, folder: 
         check_unchanged(chain_states(chain_of(folder / "chain.yaml")))
 
 
-def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder: Path):
+def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder):
     train(
         chain, "finetune"
     )  # a pre-training that is repeated may end with other weights
@@ -365,7 +365,7 @@ def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder
         check_unchanged(chain_states(chain))
 
 
-def test_a_file_that_a_setting_names_counts_as_the_setting(folder: Path, chain: Chain):
+def test_a_file_that_a_setting_names_counts_as_the_setting(folder, chain: Chain):
     """For every such setting: test_preparations."""
     (folder / "data.yaml").write_text(f"{DATA}labels: {{map: list.csv}}\n")
     (folder / "list.csv").write_bytes(b"a,b\n")
@@ -384,7 +384,7 @@ def test_a_file_that_a_setting_names_counts_as_the_setting(folder: Path, chain: 
     assert texts(chain, "shards") == {"done"}
 
 
-def test_a_dry_run_writes_nothing(chain: Chain, folder: Path):
+def test_a_dry_run_writes_nothing(chain: Chain, folder):
     text = describe_chain(chain_of(folder / "chain.yaml", cluster="slurm"))
     assert "finetune/lr-0.001_seed-4  finetune   shards, pretrain  missing" in text
     assert (

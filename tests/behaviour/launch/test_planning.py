@@ -222,7 +222,7 @@ def test_a_run_that_fits_has_no_finding():
     assert found["disk"].detail.startswith("a checkpoint has 66.3 MB; ")
 
 
-def test_damaged_shards_are_named(folder: Path):
+def test_damaged_shards_are_named(folder):
     sorted(folder.glob("*.tar"))[1].unlink()
     rows = run_checks(PretrainRun.model_validate(SECTIONS | {"data": DATA}))
     errors = [
@@ -249,7 +249,7 @@ UNFIT = """
 
 
 @rows(UNFIT)
-def test_what_does_not_fit_is_named(folder: Path, changes, row, result, expected):
+def test_what_does_not_fit_is_named(folder, changes, row, result, expected):
     (folder.parent / "file").touch()
     check = checked(**changes)[row]
     assert check.result == result and expected in check.detail

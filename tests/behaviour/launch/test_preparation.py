@@ -54,7 +54,7 @@ def copy_of(root: Path, folder: Path) -> Path:
     return copy
 
 
-def test_a_snapshot_is_the_code_as_it_is_on_disk(root: Path, tmp_path):
+def test_a_snapshot_is_the_code_as_it_is_on_disk(root, tmp_path):
     """Edits, new files and extensions; no other folders."""
     (root / "vitscale/model.py").write_text("width = 2\n")
     (root / "vitscale/old.py").unlink()
@@ -73,7 +73,7 @@ def test_a_snapshot_is_the_code_as_it_is_on_disk(root: Path, tmp_path):
     assert "-width = 1\n+width = 2\n" in record["patch"]
 
 
-def test_what_is_no_code_is_not_copied(root: Path, tmp_path):
+def test_what_is_no_code_is_not_copied(root, tmp_path):
     """A pipe would never end, a link may lead nowhere, and weights would take the memory."""
     os.mkfifo(root / "vitscale/pipe.py")
     (root / "vitscale/lost.py").symlink_to("nowhere")
@@ -88,7 +88,7 @@ def test_what_is_no_code_is_not_copied(root: Path, tmp_path):
         copy_of(root, tmp_path)
 
 
-def test_the_record_replaces_git_inside_a_snapshot(root: Path, tmp_path):
+def test_the_record_replaces_git_inside_a_snapshot(root, tmp_path):
     # A run folder is often inside the checkout, whose commit may have moved on.
     (root / "runs").mkdir()
     copy = copy_of(root, root / "runs")
@@ -101,7 +101,7 @@ def test_the_record_replaces_git_inside_a_snapshot(root: Path, tmp_path):
     assert copy_of(copy, tmp_path).name == copy.name
 
 
-def test_equal_code_shares_one_folder_and_other_code_does_not(root: Path, tmp_path):
+def test_equal_code_shares_one_folder_and_other_code_does_not(root, tmp_path):
     first = copy_of(root, tmp_path)
     assert copy_of(root, tmp_path) == first
     (root / "launch/job.sh").rename(root / "launch/job")

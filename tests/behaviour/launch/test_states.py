@@ -398,7 +398,7 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_runs_are_found_by_name_and_by_folder(here: Path, monkeypatch):
+def test_runs_are_found_by_name_and_by_folder(here, monkeypatch):
     names = ["chain/a", "chain/b", "submitted", "vit"]
     assert find_runs([]) == [Path("runs") / name for name in names]
     assert find_runs(["vit", "runs/vit"]) == [Path("runs/vit")]
@@ -418,7 +418,7 @@ NO_RUNS = r"""
 
 
 @rows(NO_RUNS)
-def test_a_name_that_is_no_run_is_an_error(here: Path, names, report):
+def test_a_name_that_is_no_run_is_an_error(here, names, report):
     with refused(report):
         find_runs(names)
 
@@ -459,7 +459,7 @@ def squeue(tmp_path, monkeypatch) -> Path:
     return program
 
 
-def test_a_folder_has_the_jobs_whose_script_it_holds(squeue: Path, tmp_path):
+def test_a_folder_has_the_jobs_whose_script_it_holds(squeue, tmp_path):
     (tmp_path / "run/slurm").mkdir(parents=True)
     for name in ("c1", "c2"):
         (tmp_path / f"run/slurm/.submission_file_{name}.sh").symlink_to("gone")
@@ -467,7 +467,7 @@ def test_a_folder_has_the_jobs_whose_script_it_holds(squeue: Path, tmp_path):
     assert jobs_of(tmp_path / "nowhere") == []
 
 
-def test_settings_of_squeue_do_not_filter_jobs(squeue: Path, monkeypatch):
+def test_settings_of_squeue_do_not_filter_jobs(squeue, monkeypatch):
     for name in ("SQUEUE_PARTITION", "SINFO_FORMAT"):
         monkeypatch.setenv(name, "other")
     assert {each.seen for each in user_jobs()} == {1795371199.0}
@@ -477,7 +477,7 @@ def test_settings_of_squeue_do_not_filter_jobs(squeue: Path, monkeypatch):
     assert f"--array --states=all --user={os.getuid()} " in seen
 
 
-def test_no_answer_says_why(squeue: Path, monkeypatch):
+def test_no_answer_says_why(squeue, monkeypatch):
     squeue.write_text("#!/bin/sh\nprintf 'error: no\\ncontroller\\n' >&2\nexit 1\n")
     with pytest.raises(NoAnswerError, match="^error: no controller"):
         user_jobs()
@@ -584,7 +584,7 @@ def shared(tmp_path) -> Iterator[Path]:
             each.chmod(0o700)
 
 
-def test_a_run_that_is_not_shared_is_one_error_with_what_to_ask_for(shared: Path):
+def test_a_run_that_is_not_shared_is_one_error_with_what_to_ask_for(shared):
     logged_run(shared / "private run").chmod(0o0)
     for name in (shared / "private run", shared):
         with as_somebody_else(), pytest.raises(UserError) as caught:
@@ -593,7 +593,7 @@ def test_a_run_that_is_not_shared_is_one_error_with_what_to_ask_for(shared: Path
         assert f"next: ask its owner for: chmod -R g+rX '{shared}/private run'" in text
 
 
-def test_a_shared_run_is_shown_without_its_private_job_folder(shared: Path):
+def test_a_shared_run_is_shown_without_its_private_job_folder(shared):
     """As `chmod -R g+rX` leaves it, or a folder that was made with 2750 before the run."""
     folder = logged_run(shared / "run")
     (folder / "slurm").mkdir()
@@ -622,7 +622,7 @@ before    | done open | yes
 after     | done      | yes
 """)
 def test_slurm_is_asked_only_for_runs_without_an_end(
-    submitted, endings, asks, squeue: Path, tmp_path
+    submitted, endings, asks, squeue, tmp_path
 ):
     folder = logged_run(tmp_path / "run")
     for ending in endings.split():

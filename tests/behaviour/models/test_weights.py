@@ -431,13 +431,13 @@ def weights(tmp_path) -> Path:
 
 
 @every(names="[cat], {cat: 0}")
-def test_names_that_are_not_those_of_the_outputs_are_refused(weights: Path, names):
+def test_names_that_are_not_those_of_the_outputs_are_refused(weights, names):
     (weights.parent / "classes.json").write_text(json.dumps(names))
     with refused("1 names of classes for the model's 5 outputs|is no list"):
         open_model(str(weights))
 
 
-def test_what_is_no_model_is_one_error(tmp_path, weights: Path):
+def test_what_is_no_model_is_one_error(tmp_path, weights):
     with refused(r"contains no model") as caught:
         open_model(str(tmp_path))
     assert "set init to the file model.safetensors" in str(caught.value)
@@ -462,7 +462,7 @@ def test_what_is_no_model_is_one_error(tmp_path, weights: Path):
 - [{architecture: vit_tiny_patch16_224, pretrained_cfg: x}, description is incomplete or invalid]
 - [{model_type: vit}, "incomplete or invalid .KeyError: 'num_attention_heads'"]
 """)
-def test_other_models_are_refused(weights: Path, config, message):
+def test_other_models_are_refused(weights, config, message):
     (weights.parent / "config.json").write_text(json.dumps(config))
     with refused(message):
         open_model(str(weights.parent))

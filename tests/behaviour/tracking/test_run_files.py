@@ -108,7 +108,7 @@ def holds_secret(page: str) -> bool:
 
 @every(attack=ATTACKS)
 @every(name="pictures/x.png, evaluation/x.png, evaluation/per_class.csv")
-def test_the_page_shows_files_of_the_run_alone(name, attack, run: Path, secret: Path):
+def test_the_page_shows_files_of_the_run_alone(name, attack, run, secret):
     if name.endswith(".csv"):
         secret.write_text(f"{PER_CLASS}0,{SECRET.decode()},1,1,1.0\n")
     path = placed(run, name, attack, secret)
@@ -118,7 +118,7 @@ def test_the_page_shows_files_of_the_run_alone(name, attack, run: Path, secret: 
     assert any(text.startswith(f"left out: {path}: ") for text in said)
 
 
-def test_the_page_shows_what_is_a_picture_of_at_most_2_mib(run: Path):
+def test_the_page_shows_what_is_a_picture_of_at_most_2_mib(run):
     for name in ("pictures/a_b.png", "evaluation/worst_classes.png"):
         (run / name).parent.mkdir()
         (run / name).write_bytes(PNG + name.encode())
@@ -136,9 +136,7 @@ def test_the_page_shows_what_is_a_picture_of_at_most_2_mib(run: Path):
 
 
 @every(name="pictures/x.png, evaluation/a.csv", attack=ATTACKS)
-def test_mlflow_gets_files_of_the_run_alone(
-    name, attack, run: Path, secret: Path, mlflow_database: Path
-):
+def test_mlflow_gets_files_of_the_run_alone(name, attack, run, secret, mlflow_database):
     path = placed(run, name, attack, secret)
     (run / "results.csv").write_text("fine\n")
     said: list[str] = []
@@ -158,7 +156,7 @@ def test_mlflow_gets_files_of_the_run_alone(
     ]
 )
 def test_a_record_that_is_no_file_of_the_run_is_one_error(
-    name, attack, run: Path, secret: Path, mlflow_database: Path
+    name, attack, run, secret, mlflow_database
 ):
     if attack == "folder" and "/" not in name:
         return
@@ -250,7 +248,7 @@ FORMS += " sftp://localhost{} sqlite://{} ../../{}"
 
 
 @every(form=[*FORMS.split(), " {}", ""])
-def test_no_server_chooses_where_files_are_written(form, run: Path, tmp_path):
+def test_no_server_chooses_where_files_are_written(form, run, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     (home / "config.yaml").write_text("mine: untouched\n")
@@ -279,7 +277,7 @@ def test_no_server_chooses_where_files_are_written(form, run: Path, tmp_path):
 
 
 @every(listed="results.md, ../../../x, /etc/x, a/../../x")
-def test_a_server_that_takes_files_itself_gets_them(listed, run: Path, tmp_path):
+def test_a_server_that_takes_files_itself_gets_them(listed, run, tmp_path):
     """Names that it lists are compared, and lead nowhere; MLflow refuses those with `..`."""
     (run / "results.md").write_text("some text\n")
     said: list[str] = []
@@ -299,7 +297,7 @@ def test_a_server_that_takes_files_itself_gets_them(listed, run: Path, tmp_path)
     assert not [*tmp_path.rglob("x")]
 
 
-def test_what_a_server_says_is_printed_as_text(run: Path, capsys):
+def test_what_a_server_says_is_printed_as_text(run, capsys):
     evil = "\x1b]0;owned\x07"
     with hostile_server(
         f"file:///{evil}", run_id=f"a{evil}", experiment_id=f"0{evil}"

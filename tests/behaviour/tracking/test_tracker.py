@@ -143,7 +143,7 @@ def test_a_start_at_step_0_continues_an_unfinished_run_of_the_same_settings_and_
 
 
 def test_what_a_run_shows_is_without_secrets(
-    open_tracker: Open, store: Store, mlflow_database: Path, monkeypatch
+    open_tracker: Open, store: Store, mlflow_database, monkeypatch
 ):
     monkeypatch.setenv(
         "SLURM_JOB_ID", "4711"
@@ -241,7 +241,7 @@ def test_logging_does_not_wait_for_the_store(open_tracker: Open, store: Store):
 
 
 def test_the_node_is_watched_until_the_run_ends(
-    open_tracker: Open, store: Store, mlflow_database: Path, monkeypatch
+    open_tracker: Open, store: Store, mlflow_database, monkeypatch
 ):
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
     cpu = "key from metrics where key like 'system/%/cpu_utilization_percentage'"
@@ -269,9 +269,7 @@ def folder(open_tracker: Open, tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_copy_is_completed_and_made_once(
-    folder: Path, store: Store, mlflow_database: Path
-):
+def test_a_copy_is_completed_and_made_once(folder, store: Store, mlflow_database):
     def content() -> list[Any]:
         tables = [
             select(store, f"* from {each}")
@@ -307,7 +305,7 @@ def test_a_copy_is_completed_and_made_once(
 
 
 def test_runs_name_the_run_that_their_weights_come_from(
-    folder: Path, store: Store, mlflow_database: Path, open_tracker: Open
+    folder, store: Store, mlflow_database, open_tracker: Open
 ):
     """Also where all are sent by one command, which names them in any order."""
     (folder / "results.json").unlink()  # a link
@@ -330,7 +328,7 @@ def test_runs_name_the_run_that_their_weights_come_from(
 
 
 def test_files_are_uploaded_to_the_run_of_a_folder(
-    open_tracker: Open, folder: Path, mlflow_database: Path
+    open_tracker: Open, folder, mlflow_database
 ):
     said: list[str] = []
     file = folder / "results.csv"

@@ -152,7 +152,7 @@ def images(size: int) -> torch.Tensor:
     return torch.randint(256, shape, dtype=torch.uint8, generator=random)
 
 
-def test_logits_are_timms_on_the_teachers_own_pixels(network, safetensors: Path):
+def test_logits_are_timms_on_the_teachers_own_pixels(network, safetensors):
     pixels = images(160)
     mean = torch.tensor(network.pretrained_cfg["mean"]).view(3, 1, 1)
     std = torch.tensor(network.pretrained_cfg["std"]).view(3, 1, 1)
@@ -161,7 +161,7 @@ def test_logits_are_timms_on_the_teachers_own_pixels(network, safetensors: Path)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_teachers_classes_are_matched_by_name(network, safetensors: Path):
+def test_a_teachers_classes_are_matched_by_name(network, safetensors):
     names = ("ant", "bee", "cod", "dog", "eel")
     listed = safetensors.with_name("classes.json")
     listed.write_text(json.dumps(names))
@@ -190,7 +190,7 @@ def test_a_teachers_classes_are_matched_by_name(network, safetensors: Path):
         opened(safetensors, classes=names)
 
 
-def test_images_are_resized_to_the_teachers_size(safetensors: Path):
+def test_images_are_resized_to_the_teachers_size(safetensors):
     teacher = opened(safetensors, image_size=64)
     seen = []
     teacher.model.network.register_forward_pre_hook(
@@ -203,7 +203,7 @@ def test_images_are_resized_to_the_teachers_size(safetensors: Path):
     assert opened(safetensors).image_size == 160  # timm's of this network
 
 
-def test_the_teacher_learns_nothing(safetensors: Path):
+def test_the_teacher_learns_nothing(safetensors):
     """No gradients, eval mode: BatchNorm's statistics stay; no draws from the run's state."""
     torch.manual_seed(3)
     before_state = torch.get_rng_state()

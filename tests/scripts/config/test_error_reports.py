@@ -199,7 +199,7 @@ def report(path: str, *overrides: str) -> str:
     return "\n".join(error.text() for error in caught.value.errors)
 
 
-def test_every_report_reads_as_it_did(here: Path, golden: Golden):
+def test_every_report_reads_as_it_did(here, golden: Golden):
     blocks = [
         f"$ {' '.join(command)}\n{report(*command)}\n" for command in words_of(COMMANDS)
     ]
@@ -207,11 +207,11 @@ def test_every_report_reads_as_it_did(here: Path, golden: Golden):
 
 
 @pytest.mark.parametrize("overrides", words_of(ACCEPTED), ids=str)
-def test_near_combinations_are_accepted(here: Path, overrides):
+def test_near_combinations_are_accepted(here, overrides):
     load_run(STAGES, "a.yaml", overrides=overrides)
 
 
-def test_a_script_prints_the_whole_report(here: Path):
+def test_a_script_prints_the_whole_report(here):
     command = ("many.yaml", "oops", "engine.precision=fp8")
     done = script("pretrain/main.py", "--config", *command)
     assert done.returncode == 2
@@ -223,7 +223,7 @@ def test_a_script_prints_the_whole_report(here: Path):
     )
 
 
-def test_a_printed_configuration_is_the_run(here: Path):
+def test_a_printed_configuration_is_the_run(here):
     first = script(
         "pretrain/main.py", "--config", "a.yaml", "optim.lr=2e-3", "--print-config"
     )

@@ -74,7 +74,7 @@ def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def test_every_promised_copy_is_found(made: tuple[Path, Path], tmp_path):
+def test_every_promised_copy_is_found(made, tmp_path):
     _, shards = made
     text = find(shards, "--similar", "--output", tmp_path / "found")
     rows = rows_of(tmp_path / "found")
@@ -100,7 +100,7 @@ def test_every_promised_copy_is_found(made: tuple[Path, Path], tmp_path):
     assert "cannot be decoded" not in text
 
 
-def test_without_similar_only_equal_bytes_are_copies(made: tuple[Path, Path]):
+def test_without_similar_only_equal_bytes_are_copies(made):
     _, shards = made
     find(shards)
     rows = rows_of(shards.with_name("shards-duplicates"))
@@ -111,9 +111,7 @@ def test_without_similar_only_equal_bytes_are_copies(made: tuple[Path, Path]):
 
 
 @every(as_shards="false, true")
-def test_images_of_an_evaluation_set_are_found(
-    as_shards, made: tuple[Path, Path], tmp_path
-):
+def test_images_of_an_evaluation_set_are_found(as_shards, made, tmp_path):
     source, shards = made
     seen = tmp_path / "evaluation/x"
     write(seen / "seen.jpg", encoded(ImageOps.mirror(picture(3)), "JPEG", quality=85))
@@ -174,16 +172,14 @@ def test_converted_originals_and_other_classes_are_found(tmp_path):
     assert "3 of an image of --against" in text and "another class" not in text
 
 
-def test_a_full_disk_is_an_error_of_storage(made: tuple[Path, Path], small_disk: Path):
+def test_a_full_disk_is_an_error_of_storage(made, small_disk):
     (small_disk / "filler").write_bytes(bytes(1 << 20))
     assert "No space left" in find(made[1], "--output", small_disk / "found", rc=74)
     words = (made[1], "--sheet", small_disk / "sheet.png")
     assert "No space left" in run_script("verify_shards", *words, rc=74)
 
 
-def test_shards_are_made_and_trained_on_without_copies(
-    made: tuple[Path, Path], tmp_path
-):
+def test_shards_are_made_and_trained_on_without_copies(made, tmp_path):
     source, shards = made
     find(shards, "--similar", "--output", tmp_path / "found")
     table = tmp_path / "found/duplicates.parquet"
@@ -216,7 +212,7 @@ def test_shards_are_made_and_trained_on_without_copies(
     }
 
 
-def test_a_list_of_other_images_is_refused(made: tuple[Path, Path], tmp_path):
+def test_a_list_of_other_images_is_refused(made, tmp_path):
     source, shards = made
     find(shards, "--output", tmp_path / "found")
     write(tmp_path / "others/cat/a.png", encoded(picture(7), "PNG"))

@@ -166,9 +166,9 @@ def shards(golden: Golden, tmp_path_factory) -> Path:
     return Path(shutil.copytree(stored, tmp_path_factory.mktemp("golden") / "shards"))
 
 
-def test_a_stored_folder_is_valid(shards: Path):
+def test_a_stored_folder_is_valid(shards):
     assert "valid" in run_script("verify_shards", shards)
 
 
-def test_a_stored_folder_has_the_contents_of_a_new_one(shards: Path, golden: Golden):
+def test_a_stored_folder_has_the_contents_of_a_new_one(shards, golden: Golden):
     golden.json("shards/image_folder.json", contents(shards))

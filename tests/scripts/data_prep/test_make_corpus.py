@@ -45,7 +45,7 @@ def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path):
     assert split_sizes("digits", tmp_path / "a", tmp_path / "shards") == [1437, 360]
 
 
-def test_a_full_disk_is_an_error_of_storage(small_disk: Path):
+def test_a_full_disk_is_an_error_of_storage(small_disk):
     assert "No space left" in run_script(
         "make_corpus", "digits", small_disk / "images", rc=74
     )

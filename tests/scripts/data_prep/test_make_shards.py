@@ -38,9 +38,7 @@ def made(tmp_path_factory) -> tuple[Path, Path, str]:
     return source, base / "shards", text
 
 
-def test_order_of_creation_does_not_change_the_shards(
-    made: tuple[Path, Path, str], tmp_path
-):
+def test_order_of_creation_does_not_change_the_shards(made, tmp_path):
     _, shards, _ = made
     other = corpus(tmp_path / "elsewhere", order_seed=5)
     command_line = command(other, tmp_path / "again", "shards.min_shards=2")
@@ -62,7 +60,7 @@ def test_order_of_creation_does_not_change_the_shards(
     assert manifests[0] == manifests[1]
 
 
-def test_concurrent_commands_share_the_work(made: tuple[Path, Path, str], tmp_path):
+def test_concurrent_commands_share_the_work(made, tmp_path):
     source, shards, _ = made
     running = [
         subprocess.Popen(
@@ -82,9 +80,7 @@ def test_concurrent_commands_share_the_work(made: tuple[Path, Path, str], tmp_pa
     assert contents(tmp_path / "shared") == contents(shards)
 
 
-def test_an_existing_output_is_recognised_or_refused(
-    made: tuple[Path, Path, str], tmp_path
-):
+def test_an_existing_output_is_recognised_or_refused(made, tmp_path):
     source, shards, text = made
     assert (
         "24 inputs = 24 kept + 0 rejected" in text and "next: vitscale pretrain" in text

@@ -144,7 +144,7 @@ def test_late_array_tasks_get_the_result_of_their_job(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
 
 
-def test_full_disk_is_one_error_without_partial_files(small_disk: Path, tmp_path):
+def test_full_disk_is_one_error_without_partial_files(small_disk, tmp_path):
     source = corpus(tmp_path / "images", num=60, side=96)
     text = make_shards(source, small_disk / "shards", rc=74)
     assert "MiB are free" in text and "next: free space" in text

@@ -52,7 +52,7 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
     return base / "plain", base / "with"
 
 
-def test_they_change_no_other_file(folders: tuple[Path, Path]):
+def test_they_change_no_other_file(folders):
     plain, written = folders
     assert not (plain / "entry_points").exists()
     for path in plain.glob("*.*"):
@@ -61,9 +61,7 @@ def test_they_change_no_other_file(folders: tuple[Path, Path]):
     assert names == {path.stem + ".jpt" for path in plain.glob("*.tar")}
 
 
-def test_the_loader_uses_them_and_gives_the_same_pixels(
-    folders: tuple[Path, Path], monkeypatch
-):
+def test_the_loader_uses_them_and_gives_the_same_pixels(folders, monkeypatch):
     given: list[int] = []
     crop = RegionDecoder.crop
 

@@ -56,7 +56,7 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def test_text_and_report_show_differences(root: Path):
+def test_text_and_report_show_differences(root):
     done = run_compare(root, "runs/small-lr", "large-lr")
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -77,7 +77,7 @@ def test_text_and_report_show_differences(root: Path):
     assert "<h3>attention of a 7</h3>" in text and "data:image/png;base64" in text
 
 
-def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path, mlflow_database: Path):
+def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path, mlflow_database):
     uri = f"sqlite:///{mlflow_database}"
     wrong = run_compare(tmp_path, "--filter", "params.seed = 7", "--uri", uri)
     assert wrong.returncode == 2 and wrong.stderr.startswith(
@@ -119,7 +119,7 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path, mlflow_database: Path
         (("small-lr", "--output", "x.pdf"), "'x.pdf' is not an HTML file"),
     ],
 )
-def test_bad_input_is_reported_with_exit_code_2(root: Path, arguments, message):
+def test_bad_input_is_reported_with_exit_code_2(root, arguments, message):
     done = run_compare(root, *arguments)
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr

@@ -127,7 +127,7 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path, death):
 
 
 @every(number=[signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_with_a_checkpoint(tmp_path, number: signal.Signals):
+def test_a_signal_stops_with_a_checkpoint(tmp_path, number):
     early = start(
         tmp_path,
         WAITING,

@@ -90,7 +90,7 @@ def check_outside(run: Path, folder: Path, *, prefix: str) -> dict[str, float]:
 )
 def test_features_in_training_equal_those_outside(
     fault_runs: FaultRuns,
-    supervised: Path,
+    supervised,
     tmp_path,
     name,
     stage,
@@ -110,7 +110,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_the_average_is_the_same_on_one_rank_and_two(
-    fault_runs: FaultRuns, supervised: Path, tmp_path
+    fault_runs: FaultRuns, supervised, tmp_path
 ):
     """Files agree with the table, and count every image once; the training writes the same."""
     tables = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -99,7 +98,7 @@ def test_only_the_settings_reach_slurm_and_unchanged(
 
 
 @pytest.mark.slow
-def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards: Path, tmp_path):
+def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards, tmp_path):
     """Two, one and two again: each step has the samples that a single process takes."""
 
     def losses(name: str) -> dict[int, float]:

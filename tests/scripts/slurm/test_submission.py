@@ -51,7 +51,7 @@ def checkout(tmp_path) -> Path:
     return folder
 
 
-def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout: Path):
+def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout):
     jobs = checkout / "runs/tiny/slurm"
 
     def submit(*arguments: str) -> tuple[str, str]:

@@ -36,7 +36,7 @@ def supervised(warm_starter: WarmStarter, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def test_supervised(supervised: Path, golden: Golden):
+def test_supervised(supervised, golden: Golden):
     golden.json(
         "training/curves/supervised.json", journal(supervised, *CURVES), rel=REL
     )
@@ -53,9 +53,7 @@ def test_objectives_without_labels(
     assert (tmp_path / "run/pictures/reconstructions.png").stat().st_size > 1000
 
 
-def test_distillation(
-    warm_starter: WarmStarter, supervised: Path, tmp_path, golden: Golden
-):
+def test_distillation(warm_starter: WarmStarter, supervised, tmp_path, golden: Golden):
     teacher = f"objective.teacher.weights={supervised}"
     token = "model.distillation_token=true"
     run(
@@ -72,7 +70,7 @@ def test_distillation(
 
 
 def test_finetuning_at_a_higher_resolution(
-    warm_starter: WarmStarter, supervised: Path, tmp_path, golden: Golden
+    warm_starter: WarmStarter, supervised, tmp_path, golden: Golden
 ):
     run(
         warm_starter,

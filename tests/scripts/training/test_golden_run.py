@@ -85,7 +85,7 @@ def train(starter: WarmStarter, folder: Path, *settings: str, **how: Any) -> str
     return run(starter, "pretrain/main.py", folder, *SETTINGS, *settings, **how)
 
 
-def test_it_is_read(stored: Path):
+def test_it_is_read(stored):
     checkpoint, complaints = newest_checkpoint(stored / "checkpoints")
     assert checkpoint is not None and complaints == []
     assert (checkpoint.step, checkpoint.progress["samples_seen"]) == (16, 16 * 8)
@@ -111,7 +111,7 @@ def test_it_is_read(stored: Path):
     ],
 )
 def test_it_resumes_with_the_golden_losses(
-    stored: Path,
+    stored,
     golden: Golden,
     warm_starter: WarmStarter,
     tmp_path,
@@ -130,9 +130,7 @@ def test_it_resumes_with_the_golden_losses(
 
 
 @every(step="10, 16")
-def test_it_predicts(
-    stored: Path, golden: Golden, warm_starter: WarmStarter, tmp_path, step
-):
+def test_it_predicts(stored, golden: Golden, warm_starter: WarmStarter, tmp_path, step):
     init = f"init={stored}/checkpoints/step-{step:08d}"
     arguments: Sequence[str] = (
         init,
@@ -147,7 +145,7 @@ def test_it_predicts(
 
 @every(num_ranks="1, 2, 5", place="checkpoints/step-00000010, ''")
 def test_ranks_that_open_it_share_its_verification(
-    stored: Path, monkeypatch, num_ranks, place
+    stored, monkeypatch, num_ranks, place
 ):
     """Each file is hashed once, by one of them: it has more than the model that all read."""
     init = str(stored / place)

@@ -105,7 +105,7 @@ def journal_points(folder: Path) -> set[tuple[str, int, float]]:
 
 
 def test_a_killed_and_resumed_run_is_one_run_with_each_step_once(
-    warm_starter: WarmStarter, folder: Path, golden: Golden
+    warm_starter: WarmStarter, folder, golden: Golden
 ):
     """Killed in step 6, resumed at step 3; the points of step 4 are in MLflow already."""
     also = "tracking.also=[tensorboard,wandb]"

@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.distributed, pytest.mark.timeo
 
 
 def test_runs_killed_at_random_moments_end_with_the_same_bits(
-    fault_runs: FaultRuns, tmp_path, pytestconfig: pytest.Config
+    fault_runs: FaultRuns, tmp_path, pytestconfig
 ):
     seed = pytestconfig.getoption("--storm-seed")
     kills = 0
@@ -218,7 +218,7 @@ class Case(NamedTuple):
 
 
 def test_one_rank_at_fault_is_named_and_ends_the_others(
-    fault_runs: FaultRuns, tmp_path, pytestconfig: pytest.Config
+    fault_runs: FaultRuns, tmp_path, pytestconfig
 ):
     seed = pytestconfig.getoption("--storm-seed")
     failed = []

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,7 +113,7 @@ def test_killed_rank(fault_runs: FaultRuns, tmp_path, case):
 
 
 @slow
-def test_killed_again_while_resuming(fault_runs: FaultRuns, killed_copy: Path):
+def test_killed_again_while_resuming(fault_runs: FaultRuns, killed_copy):
     for rank, place in enumerate(("start", "restore")):
         world = fault_runs.start(killed_copy, faults={rank: [fault(place, 1, "kill")]})
         assert wait_and_end_others(world)[rank] == -signal.SIGKILL
@@ -193,7 +192,7 @@ def test_finetuning_starts_from_the_trunk_of_each_objective(
 
 
 @slow
-def test_finetuning_resumes_without_its_start(fault_runs: FaultRuns, killed_copy: Path):
+def test_finetuning_resumes_without_its_start(fault_runs: FaultRuns, killed_copy):
     source = killed_copy / "run"
     folder = killed_copy / "tuned"
     with open(
@@ -381,7 +380,7 @@ DROPPED = {
 
 @slow
 @every(mutant=DROPPED)
-def test_dropped_state_is_noticed(fault_runs: FaultRuns, killed_copy: Path, mutant):
+def test_dropped_state_is_noticed(fault_runs: FaultRuns, killed_copy, mutant):
     ranks = fault_runs.start(killed_copy, mutant=mutant)
     assert wait_all(ranks) == [0, 0], ranks[0].output()
     found = differences(read_state(killed_copy / "run"), fault_runs.uninterrupted())

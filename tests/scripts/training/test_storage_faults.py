@@ -38,7 +38,7 @@ OLDER = "step-00000010"
 
 @slow
 def test_damaged_checkpoint_is_skipped_with_a_message(
-    fault_runs: FaultRuns, killed_copy: Path
+    fault_runs: FaultRuns, killed_copy
 ):
     path = killed_copy / f"run/checkpoints/{NEWEST}/rank-00000.safetensors"
     data = path.read_bytes()
@@ -50,7 +50,7 @@ def test_damaged_checkpoint_is_skipped_with_a_message(
 
 @slow
 def test_unavailable_storage_at_a_restart_loses_nothing(
-    fault_runs: FaultRuns, killed_copy: Path
+    fault_runs: FaultRuns, killed_copy
 ):
     """The tensors of both checkpoints: the run is refused and changes nothing until they return."""
     names = [f"{step}/rank-00000.safetensors" for step in (NEWEST, OLDER)]

@@ -35,7 +35,7 @@ def finished(fault_runs: FaultRuns) -> Path:
     return fault_runs.undisturbed()
 
 
-def test_run_folder_holds_the_documented_files(finished: Path):
+def test_run_folder_holds_the_documented_files(finished):
     rows = [
         json.loads(line)
         for line in (finished / "journal.jsonl").read_text().splitlines()
@@ -61,7 +61,7 @@ def test_run_folder_holds_the_documented_files(finished: Path):
     assert kept == ["step-00000020", "step-00000024"]
 
 
-def test_a_finished_run_repeated_changes_nothing(fault_runs: FaultRuns, finished: Path):
+def test_a_finished_run_repeated_changes_nothing(fault_runs: FaultRuns, finished):
     def contents() -> dict[Path, bytes]:
         return {
             path: path.read_bytes() for path in finished.rglob("*") if path.is_file()
@@ -90,7 +90,7 @@ def test_profiled_steps_are_traced(fault_runs: FaultRuns, tmp_path):
 
 @pytest.mark.slow
 def test_finetuning_at_a_higher_resolution_through_the_launcher(
-    fault_runs: FaultRuns, finished: Path, tmp_path
+    fault_runs: FaultRuns, finished, tmp_path
 ):
     """Start by DeepSpeed's launcher, in fresh processes."""
     command = [Path(sys.executable).with_name("deepspeed"), "--num_gpus=2"]
@@ -192,7 +192,7 @@ second job: [output=locked, another job is training in this run folder]
 
 @every(case=sorted(BAD_INPUT))
 def test_bad_input_ends_with_one_clear_message(
-    fault_runs: FaultRuns, finished: Path, tmp_path, case
+    fault_runs: FaultRuns, finished, tmp_path, case
 ):
     words, message = BAD_INPUT[case]
     stage = "finetune" if case == "wrong init" else "pretrain"
