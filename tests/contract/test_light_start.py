@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from tests.contract.tree import ROOT, imports_of, module_files, scripts
+from tests.support.tables import Values
 from tests.support.waiting import PATIENCE_S
 
 HEAVY = ("torch", "torchvision", "deepspeed", "timm", "mlflow", "webdataset")
@@ -68,7 +68,7 @@ os._exit(0)  # not with the code of the last script
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory) -> dict[str, Any]:
+def started(tmp_path_factory) -> Values:
     """Every script with --help, and those with a configuration with a wrong one."""
     folder = tmp_path_factory.mktemp("started")
     commands = {
@@ -91,7 +91,7 @@ def started(tmp_path_factory) -> dict[str, Any]:
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: Values = json.loads(done.stdout.splitlines()[-1])
     assert sorted(folder.iterdir()) == before, "a script wrote files"
     assert len(found["runs"]) == len(scripts()) + len(WITH_CONFIG)
     return found

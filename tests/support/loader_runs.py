@@ -95,7 +95,7 @@ def _digests(batch: Batch) -> list[bytes]:
 
 
 def server_pid() -> int:
-    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # private
+    pid: int = forkserver._forkserver._forkserver_pid  # private
     return pid
 
 

@@ -115,7 +115,7 @@ class Answering(BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self) -> None:
-        self.do_GET()  # type: ignore[attr-defined]  # of a subclass
+        self.do_GET()  # of a subclass
 
     def answer(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.tables import Values
+
 # Takes normalised pixels in fp32 and a function that runs the model on them.
 Loss = Callable[[Callable[..., Any], torch.Tensor, "Sample"], torch.Tensor]
 TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token")
@@ -92,7 +94,7 @@ def train(
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {name: parameter.detach().double() for name, parameter in trained.items()}
-    states: dict[str, dict[str, Any]] = {name: {} for name in masters}
+    states: dict[str, Values] = {name: {} for name in masters}
     result = Result(average={name: value.clone() for name, value in masters.items()})
     size = global_batch // machine.ranks // machine.accumulation
     run = _prepared(model, machine)
@@ -148,7 +150,7 @@ def _prepared(model: nn.Module, machine: Machine) -> Callable[..., Any]:
     if rounds_weights:
         model.to(torch.bfloat16)
 
-    def run(pixels: torch.Tensor, **options: Any) -> Any:
+    def run(pixels: torch.Tensor, **options):
         with ExitStack() as stack:
             if machine.in_bf16 and machine.stage == 0:
                 stack.enter_context(torch.autocast("cpu", torch.bfloat16))
@@ -160,7 +162,7 @@ def _prepared(model: nn.Module, machine: Machine) -> Callable[..., Any]:
 
 
 def _rounded_before_bias(
-    x: torch.Tensor, weight: torch.Tensor, bias: Any = None
+    x: torch.Tensor, weight: torch.Tensor, bias=None
 ) -> torch.Tensor:
     """A layer at stage 3, whose kernel frees the weights: DeepSpeed's runtime/zero/linear.py."""
     product = x.matmul(weight.t())
@@ -168,9 +170,7 @@ def _rounded_before_bias(
 
 
 @torch.no_grad()
-def _set_weights(
-    model: nn.Module, trained: Any, masters: Any, machine: Machine
-) -> None:
+def _set_weights(model: nn.Module, trained, masters, machine: Machine) -> None:
     """Round the fp32 weights for the forward pass; the classifier adds what rounding took."""
     for name, parameter in trained.items():
         parameter.copy_(masters[name].float())
@@ -185,7 +185,7 @@ def _set_weights(
                 }
 
 
-def _mean(sums: Any, name: str, machine: Machine) -> torch.Tensor:
+def _mean(sums, name: str, machine: Machine) -> torch.Tensor:
     """Sum over micro-batches in fp32, mean over ranks; sums[micro, rank] are gradients."""
     micros = range(machine.accumulation)
     ranks = range(machine.ranks)
@@ -240,7 +240,7 @@ def _updated(
     name: str,
     w: torch.Tensor,
     g: torch.Tensor,
-    state: dict[str, Any],
+    state: Values,
     step: int,
     recipe: Recipe,
 ) -> torch.Tensor:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
@@ -21,6 +20,7 @@ from PIL import Image
 from tests.support.golden import FOLDER
 from tests.support.ranks.fault_runs import wait_all, wait_and_end_others
 from tests.support.ranks.warm_ranks import WarmStarter
+from tests.support.tables import Values
 from tests.support.waiting import ROOT
 
 SHARDS = FOLDER / "training/shards"
@@ -28,7 +28,7 @@ OTHER_SHARDS = FOLDER / "training/other_shards"
 CLASSES = ("ant", "bee", "cod")
 
 # Without dropout, whose draws depend on the processor. Two ranks accumulate two micro-batches.
-TINY: dict[str, Any] = yaml.safe_load(
+TINY: Values = yaml.safe_load(
     f"""
     name: tiny
     data: {{path: {SHARDS}, global_batch: 8, num_workers: 0, crop_area: [0.5, 1.0],
@@ -63,7 +63,7 @@ def run(
     folder: Path,
     *arguments: str,
     num_ranks: int = 1,
-    faults: Mapping[int, list[dict[str, Any]]] | None = None,
+    faults: Mapping[int, list[Values]] | None = None,
 ) -> str:
     """Run a script, a training on the tiny configuration in FOLDER/run; returns rank 0's output.
 
@@ -93,7 +93,7 @@ def run(
 
 def journal(folder: Path, *names: str) -> dict[str, list[float]]:
     """The values of each step in the journal of a run folder, by metric; null: without them."""
-    rows: dict[int, dict[str, Any]] = {}
+    rows: dict[int, Values] = {}
     for line in (folder / "journal.jsonl").read_text().splitlines():
         row = json.loads(line)
         rows.setdefault(row["step"], {}).update(row)

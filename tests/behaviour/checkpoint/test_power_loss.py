@@ -57,7 +57,7 @@ class DiskModel:
     def place(self, path: str | Path) -> tuple[dict[str, Node], str]:
         return self.node(Path(path).parent).names, Path(path).name
 
-    def apply(self, call: str, result: Any, *arguments: Any) -> None:
+    def apply(self, call: str, result, *arguments) -> None:
         match call, arguments:
             case "open", (path, flags, *_):
                 names, name = (
@@ -136,7 +136,7 @@ def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
             shutil.rmtree(tmp_path / "after")
 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
+        def call(*arguments, **options):
             result = function(*arguments, **options)
             if name == "write":  # the caller reuses its buffer
                 arguments = (arguments[0], bytes(arguments[1])[:result])
@@ -170,7 +170,7 @@ WRITE_NEW_FILE = folders.write_new_file
 COMMIT_FOLDER = folders.commit_folder
 
 
-def unflushed(path: Path, pieces: Any, *, suffix: str) -> tuple[int, str]:
+def unflushed(path: Path, pieces, *, suffix: str) -> tuple[int, str]:
     """Write a file, without its fsync if it has this suffix."""
     with pytest.MonkeyPatch.context() as patch:
         if path.suffix == suffix:

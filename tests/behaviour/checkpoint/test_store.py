@@ -46,7 +46,7 @@ def save(folder: Path, world: World, *, step: int, keep: int = 3) -> Path:
     return committed.folder
 
 
-def refuse(*_: object) -> None:
+def refuse(*_) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO), "disk")
 
 
@@ -260,7 +260,7 @@ def test_save_that_reads_back_differently_is_refused(
     save(tmp_path, world, step=1)
     write = folders.write_new_file
 
-    def lying_disk(path: Path, pieces: object) -> tuple[int, str]:
+    def lying_disk(path: Path, pieces) -> tuple[int, str]:
         written = write(path, pieces)
         if path.suffix == ".safetensors":
             flip(path, -1)

@@ -8,13 +8,13 @@ import yaml
 
 from finetune.settings import EvaluateRun
 from pretrain.run import PretrainRun
-from tests.support.tables import every
+from tests.support.tables import Values, every
 from vitscale.config.changes import WITHOUT_EFFECT, Purpose, changed_settings
 from vitscale.config.redaction import flatten, flatten_params, redact
 from vitscale.config.section import settings_of
 from vitscale.runs.data_prep import DataPrepRun
 
-BEFORE: dict[str, Any] = yaml.safe_load("""
+BEFORE: Values = yaml.safe_load("""
 name: a
 output: runs/a
 seed: 0

@@ -5,13 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from finetune.settings import PredictRun
 from pretrain.run import PretrainRun
-from tests.support.tables import every, refused
+from tests.support.tables import Values, every, refused
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserErrors, run_script
 
@@ -24,7 +23,7 @@ def here(tmp_path, monkeypatch) -> None:
     Path("a.yaml").write_text(CONFIG + ", schedule: {epochs: 3}}")
 
 
-def command(*argv: str, **more: Any) -> Command[PretrainRun]:
+def command(*argv: str, **more) -> Command[PretrainRun]:
     switches = {"--dry-run": "show, do not start"}
     texts = {"program": "vitscale x", "description": "Does x."}
     return load_command(PretrainRun, argv=argv, switches=switches, **texts, **more)
@@ -87,7 +86,7 @@ def test_words_are_the_value_of_their_key():
     assert command("--config", "a.yaml", "1e5", words_key="output").run.output == "1e5"
     with pytest.raises(UserErrors, match=r"output: \['b', 'c'\] is a list of 2"):
         command("--config", "a.yaml", "b", "c", words_key="output")
-    texts: dict[str, Any] = {"program": "vitscale x", "description": ""}
+    texts: Values = {"program": "vitscale x", "description": ""}
     argv = ["init=runs/a", "[b].jpg", "c d.png"]
     found = load_command(
         PredictRun, argv=argv, needs_config=False, words_key="images", **texts

@@ -15,7 +15,7 @@ from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun, ExportRun, PredictRun, VisualizeRun
 from launch.chains.settings import ChainRun
 from pretrain.run import PretrainRun
-from tests.support.tables import every, rows
+from tests.support.tables import Values, every, rows
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import (
     PATH_KEYS,
@@ -63,7 +63,7 @@ def errors_of(path: str, *overrides: str) -> list[str]:
 # ---- the dialect ------------------------------------------------------------------------------
 
 
-def value_of(text: str) -> Any:
+def value_of(text: str):
     return read_yaml(f"key: {text}", name="x").values["key"]
 
 
@@ -322,7 +322,7 @@ def test_any_configuration_is_a_valid_run_or_a_user_error(here, changes):
     """Valid values, but for up to four that are dropped, misspelt, of another type or extreme."""
     tree = copy.deepcopy(TREE)
     for path, value, typo in changes:
-        group: Any = tree
+        group = tree
         for part in path[:-1]:
             group = group.setdefault(part, {}) if isinstance(group, dict) else {}
         if isinstance(group, dict):
@@ -379,7 +379,7 @@ NO_PATHS = {
 }
 
 
-def holds_text(node: dict[str, Any]) -> bool:
+def holds_text(node: Values) -> bool:
     if node.get("type") == "string":
         return "enum" not in node and "const" not in node
     inner = [

@@ -49,7 +49,7 @@ from vitscale.data.webdataset import tar_samples, tars_of_split
 from vitscale.distributed import atomic_files
 
 
-def edit_manifest(folder: Path, **changes: object) -> None:
+def edit_manifest(folder: Path, **changes) -> None:
     path = folder / MANIFEST_NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -205,8 +205,8 @@ def flaky(monkeypatch) -> Callable[[str, int, int], list[str]]:
     def start(name: str, error: int, times: int) -> list[str]:
         failed: list[str] = []
 
-        def failing(real: Any) -> Any:
-            def call(path: Any, *args: Any, **more: Any) -> Any:
+        def failing(real):
+            def call(path, *args, **more):
                 if str(path).endswith(name) and len(failed) < times:
                     failed.append(str(path))
                     raise OSError(error, os.strerror(error))
@@ -271,7 +271,7 @@ def test_keys_are_searched_anew_where_storage_fails_in_the_middle(
     calls = list[int]()
     read = pq.ParquetFile.read_row_groups
 
-    def failing(file: Any, *args: Any, **more: Any) -> Any:
+    def failing(file, *args, **more):
         calls.append(1)
         if len(calls) == 3:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -347,7 +347,7 @@ def test_samples_have_no_label_if_there_are_no_classes(copy, classes):
 # ---- training sets -------------------------------------------------------------------------------
 
 
-def opened(path: Path, **settings: object) -> TrainingSet:
+def opened(path: Path, **settings) -> TrainingSet:
     values = {"path": str(path), "global_batch": 2, **settings}
     return open_training_set(DataSettings.model_validate(values), seed=0)
 
@@ -420,7 +420,7 @@ def test_a_mixture_names_all_its_parts(shards, tmp_path):
 def test_the_cache_must_hold_the_largest_tars_of_each_set():
     sizes = range(20 << 20, 40 << 20, 1 << 20)
     tars = [RemoteFile(Url("http://x/y"), size, "", Path(), 0) for size in sizes]
-    parts: Any = [SimpleNamespace(shards=tars)] * 2
+    parts = [SimpleNamespace(shards=tars)] * 2
     gib = 2 * sum(range(24, 40)) / 1024
     _check_cache(parts, RemoteSettings(cache_gib=gib))
     with refused("0.984 GiB or more"):

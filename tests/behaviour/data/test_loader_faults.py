@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -161,10 +160,10 @@ def test_a_worker_that_makes_progress_is_not_hung():
             progress[1] += self.num_waits % 15 == 0
             return self.num_waits > 10 * loader_module.NUM_WAITS
 
-        def recv(self) -> Any:
+        def recv(self):
             return [7], []
 
-    worker: Any = SimpleNamespace(process=SimpleNamespace(pid=1), connection=Slow())
+    worker = SimpleNamespace(process=SimpleNamespace(pid=1), connection=Slow())
     assert loader_module._reply(worker, progress) == ([7], [])
 
 

@@ -26,7 +26,7 @@ from vitscale.models.weights.files import read_tensors
 MIB = 1 << 20
 
 
-def parquet(path: Path, cells: list[Any], label: list[Any], **options: Any) -> Path:
+def parquet(path: Path, cells: list[Any], label: list[Any], **options) -> Path:
     table = pa.table({"image": pa.array(cells, pa.large_binary()), "label": label})
     pq.write_table(table, path, compression="zstd", **options)
     return path
@@ -114,7 +114,7 @@ def overlapping(path: Path) -> Path:
                 setattr(again, field, getattr(file.filelist[0], field))
             file.filelist.append(again)
             file.NameToInfo[again.filename] = again
-        file._didModify = True  # type: ignore[attr-defined]
+        file._didModify = True
     return path
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.range_server import served
-from tests.support.tables import every, refused
+from tests.support.tables import Values, every, refused
 from vitscale.config.errors import StorageError
 from vitscale.data.index import read_split
 from vitscale.data.loader import evaluation_batches
@@ -45,20 +44,20 @@ def shards(tmp_path) -> Path:
     return write_shard_folder(tmp_path / "shards", num_per_class=6, num_shards=3)
 
 
-def training(shards: Path, **changes: Any) -> TrainingSamples:
+def training(shards: Path, **changes) -> TrainingSamples:
     data = DataSettings(path=str(shards), global_batch=4, **changes)
     augmentation = Augmentation(data, image_size=SIZE, seed=0)
     return TrainingSamples(open_training_set(data, seed=0), augmentation)
 
 
-def evaluation(shards: Path, **changes: Any) -> EvaluationSamples:
+def evaluation(shards: Path, **changes) -> EvaluationSamples:
     data = DataSettings(path=str(shards), global_batch=4, **changes)
     return EvaluationSamples(
         read_split(shards, split="train"), settings=data, image_size=SIZE
     )
 
 
-def request_of(box: tuple[int, int, int, int], **more: Any) -> crops.CropRequest:
+def request_of(box: tuple[int, int, int, int], **more) -> crops.CropRequest:
     options = {
         "size": SIZE,
         "interpolation": "bilinear",
@@ -99,7 +98,7 @@ def failing(name: str, times: int = 1) -> Iterator[list[int]]:
 
 
 def streamed(folder: Path) -> StreamedSamples:
-    more: dict[str, Any] = {"val_split": None, "reader": "webdataset"}
+    more: Values = {"val_split": None, "reader": "webdataset"}
     more["webdataset"] = {"num_samples": 12, "num_classes": 2}
     data = DataSettings.model_validate({"path": str(folder), "global_batch": 4} | more)
     augmentation = Augmentation(data, image_size=SIZE, seed=0)
@@ -253,7 +252,7 @@ def test_damage_that_decodes_is_found_in_every_16th_sample(shards):
 @every(fraction="null, 0.8")
 def test_evaluation_averages_areas_where_its_settings_say(shards, fraction):
     """Bilinear and bicubic as the libraries: test_pixels, test_exporting."""
-    more: dict[str, Any] = {}
+    more: Values = {}
     pixels = crops.decode(evaluation(shards).index.read(2))
     height, width, _ = pixels.shape
     resized = (SIZE, SIZE)

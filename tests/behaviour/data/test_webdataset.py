@@ -37,7 +37,7 @@ def folder(tmp_path_factory) -> Path:
     return write_shard_folder(made, num_per_class=NUM // 2, num_shards=TARS)
 
 
-def settings(path: Path | str, **more: Any) -> DataSettings:
+def settings(path: Path | str, **more) -> DataSettings:
     tars = {"num_samples": NUM, "num_classes": 2} | more.pop("webdataset", {})
     values = {"path": str(path), "global_batch": GLOBAL_BATCH, "reader": "webdataset"}
     values |= {"webdataset": tars, "val_split": None, "num_workers": 0}

@@ -11,7 +11,6 @@ import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +25,7 @@ from data_prep.verification import check_folder
 from tests.support.corpora.external_tars import write_tars
 from tests.support.corpora.image_corpus import ledger, prepare_here, run_of
 from tests.support.corpora.indexing import index, run_index
-from tests.support.tables import every, lines, refused, rows
+from tests.support.tables import Values, every, lines, refused, rows
 from vitscale.config.errors import UserError
 from vitscale.data.index import choose_by_key, read_manifest, read_split, sample_keys
 from vitscale.data.settings import DataSettings
@@ -61,7 +60,7 @@ def stored(folder: Path) -> dict[str, set[tuple[str, str]]]:
     found = defaultdict[str, set[tuple[str, str]]](set)
     for path in folder.glob("*.tar"):
         with tarfile.open(path) as tar:
-            members = {m.name: tar.extractfile(m).read() for m in tar.getmembers()}  # type: ignore[union-attr]
+            members = {m.name: tar.extractfile(m).read() for m in tar.getmembers()}
         for name, data in members.items():
             if name.endswith(".png"):
                 label = int(members[name.removesuffix("png") + "cls"])
@@ -70,7 +69,7 @@ def stored(folder: Path) -> dict[str, set[tuple[str, str]]]:
     return found
 
 
-def refusal(tmp_path: Path, path: Path, **sections: Any) -> str:
+def refusal(tmp_path: Path, path: Path, **sections) -> str:
     """The error of a preparation, which leaves no output."""
     with pytest.raises(UserError) as caught:
         prepare_here(run_of(path, tmp_path / "refused", **sections))
@@ -181,9 +180,7 @@ def test_a_rejected_class_that_looks_like_one_of_the_space_is_refused(tmp_path):
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-def write_labels(
-    kind: str, root: Path, labels: list[str]
-) -> tuple[Path, dict[str, Any]]:
+def write_labels(kind: str, root: Path, labels: list[str]) -> tuple[Path, Values]:
     """A source with these labels; returns its path, and its settings."""
     root.mkdir()
     if kind == "path_table":
@@ -359,7 +356,7 @@ def indexed(tmp_path_factory) -> Path:
     return folder / "index"
 
 
-def opened(path: Path, **settings: Any) -> TrainingSet:
+def opened(path: Path, **settings) -> TrainingSet:
     return open_training_set(
         DataSettings(path=str(path), global_batch=2, **settings), seed=0
     )

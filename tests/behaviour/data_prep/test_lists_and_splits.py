@@ -7,7 +7,6 @@ import io
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pyarrow as pa
@@ -27,9 +26,7 @@ from vitscale.config.text_files import read_cells, read_text
 from vitscale.runs.data_prep import SourceSettings
 
 
-def inputs(
-    path: Path, *, kind: str = "image_folder", values: str = "name", **options: Any
-) -> Any:
+def inputs(path: Path, *, kind: str = "image_folder", values: str = "name", **options):
     """values: of the settings of labels."""
     return listed(opened(kind, path, {"values": values}, **options))
 
@@ -170,7 +167,7 @@ def test_files_are_splits_one_split_or_refused(names, splits, place, tmp_path):
     work = WorkFolder(run_of(tars, tmp_path / "out"))
     work.path.mkdir()
 
-    def found(**settings: Any) -> str:
+    def found(**settings) -> str:
         path = tars if place == "folder" else "s3://bucket/tars"
         source = SourceSettings(kind="webdataset", path=str(path), **settings)
         work.run = work.run.model_copy(update={"source": source})
@@ -210,7 +207,7 @@ def test_spellings_of_splits_in_a_table_are_one_split(tmp_path):
 CLASSES = ["great gray owl", "hen", 'x "y", z']
 
 
-def written(rows: list[list[str]], **how: Any) -> str:
+def written(rows: list[list[str]], **how) -> str:
     file = io.StringIO()
     csv.writer(file, lineterminator="\n", **how).writerows(rows)
     return file.getvalue()

@@ -251,7 +251,7 @@ def test_outages_while_reading_reject_no_file(code, tmp_path, monkeypatch):
     row = {"path": b"cat/000.jpg", "file": b"", "offset": 0, "spooled": False}
     row |= {"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns}
 
-    def fail(*arguments: object, **options: object) -> None:
+    def fail(*arguments, **options) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("data_prep.steps.list_inputs.os.fstat", fail)
@@ -271,11 +271,11 @@ def test_a_listing_that_is_cut_off_keeps_the_work(tmp_path, monkeypatch):
     run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
     listed = ImageFolder.inputs
 
-    def lost(*arguments: object, **options: object) -> Iterator[Any]:
+    def lost(*arguments, **options) -> Iterator[Any]:
         yield from ()
         raise OSError(errno.EREMOTEIO, os.strerror(errno.EREMOTEIO))
 
-    def stopped(*arguments: Any, **options: Any) -> Iterator[Any]:
+    def stopped(*arguments, **options) -> Iterator[Any]:
         with suppress(SystemExit):  # as callbacks of weak references do
             work._stop()
         yield from listed(*arguments, **options)

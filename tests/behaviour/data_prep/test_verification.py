@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -97,7 +96,7 @@ def test_a_changed_byte_at_every_offset_is_found(shards):
     assert check() == []
 
 
-def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+def rewritten(folder: Path, change: Callable[[list[Values]], object]) -> None:
     """Change the rows of the index, and let the manifest say that this is right."""
     rows = pq.read_table(folder / INDEX_NAME).to_pylist()
     change(rows)

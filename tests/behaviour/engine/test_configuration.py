@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import yaml
 
-from tests.support.tables import every, refused
+from tests.support.tables import Values, every, refused
 from vitscale.engine.engine import deepspeed_config, resolve_precision
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.models import costs
@@ -26,10 +24,10 @@ def config(
     accumulation: int = 3,
     largest_parameter: int = 1,
     world_size: int = 2,
-    **raw: Any,
-) -> Any:
+    **raw,
+):
     return deepspeed_config(
-        EngineSettings(zero_stage=stage),  # type: ignore[arg-type]  # 0 to 3
+        EngineSettings(zero_stage=stage),  # 0 to 3
         micro_batch=4,
         accumulation=accumulation,
         world_size=world_size,
@@ -103,7 +101,7 @@ def test_one_fp32_rank_copies_nothing_for_unsharded_stages():
     assert stages(FP32, 1) == [0, 0, 0, 3]
     # bf16 weights with fp32 originals compute differently from autocast at stage 0.
     assert stages(FP32, 2) == stages(BF16, 1) == [0, 1, 2, 3]
-    options: dict[str, Any] = {"world_size": 1, "precision": "fp32", "micro_batch": 1}
+    options: Values = {"world_size": 1, "precision": "fp32", "micro_batch": 1}
     options |= {"optimizer_bytes": 8, "activation_checkpointing": False, "costs": costs}
     arch = ViTSettings(preset="Ti/16").resolved(num_classes=10)
     found = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import deepspeed
@@ -40,7 +39,7 @@ from tests.support.engine.reference_cases import (
 from tests.support.ranks.fault_runs import wait_all
 from tests.support.ranks.warm_ranks import ROOT, WarmStarter
 from tests.support.reference_training import Machine, rate_at
-from tests.support.tables import every, refused, rows
+from tests.support.tables import Values, every, refused, rows
 from vitscale.config.errors import RankError
 from vitscale.distributed.world import World
 from vitscale.engine import deepspeed_parts, gradients
@@ -119,7 +118,7 @@ def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World
     @torch.no_grad()
     def logits(stage: int, precision: str) -> torch.Tensor:
         model = build_model(arch, seed=0)
-        head: Any = model.head
+        head = model.head
         torch.nn.init.normal_(
             head.weight, std=0.1, generator=torch.Generator().manual_seed(1)
         )
@@ -159,7 +158,7 @@ def test_another_release_of_deepspeed_is_refused(world: World, monkeypatch):
         new_engine("adamw", Machine(stage=1), world)
 
 
-def calls_of(loop: Any) -> int:
+def calls_of(loop) -> int:
     """Of the third update; the first ones fill tables."""
     images = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
     labels = torch.zeros(2, dtype=torch.long)
@@ -180,8 +179,8 @@ def test_an_update_asks_little_more_of_the_host_than_a_plain_loop(
 ):
     """In bf16, at the depth of B/16; a group for each layer costs what it costs in torch."""
 
-    def task(**optim: Any) -> Task:
-        run: dict[str, Any] = {
+    def task(**optim) -> Task:
+        run: Values = {
             "stage": "pretrain",
             "name": "calls",
             "data": {"path": "none", "global_batch": 2},
@@ -245,7 +244,7 @@ def test_a_loss_that_leaves_out_other_parameters_is_refused(
     two = replace(world, world_size=2)
     images = IMAGES[:4]
 
-    def started(unused_by_the_other: frozenset[str]) -> Any:
+    def started(unused_by_the_other: frozenset[str]):
         engine = new_engine("adamw", Machine(stage=stage), world)
         engine._layout._world = two
         monkeypatch.setattr(
@@ -297,7 +296,7 @@ def test_a_closed_engine_watches_its_model_no_more(world: World, stage):
             is_last=lambda: True,
         )
     engine = new_engine("adamw", Machine(stage=stage), world, model=model)
-    engine._layout._sums = sums  # type: ignore[attr-defined]  # of several ranks
+    engine._layout._sums = sums  # of several ranks
     hooked = [each for each in model.parameters() if each._post_accumulate_grad_hooks]
     assert hooked
     engine.close()

@@ -96,7 +96,7 @@ def test_the_interval_equals_scipys(count, images):
     assert all(map(math.isnan, (none, *none.interval())))
 
 
-def subject(*shards: str, outputs: int = 3) -> Any:
+def subject(*shards: str, outputs: int = 3):
     val = SimpleNamespace(classes=shards, folder="shards")
     return SimpleNamespace(val=val, num_outputs=outputs, classes=("cat", "dog", "eel"))
 
@@ -118,7 +118,7 @@ def test_what_has_no_classes_is_refused(given, parts):
 # ---- features -----------------------------------------------------------------------------------
 
 
-def train_split() -> Any:
+def train_split():
     values = torch.randn(30, 5, generator=torch.Generator().manual_seed(0))
     return split_of(values, [number % 3 for number in range(30)])
 
@@ -177,14 +177,14 @@ class Weights(Evaluation):
     needs = "features"
 
     def metrics(self, subject: Subject) -> dict[str, float]:
-        engine: Any = subject.model
+        engine = subject.model
         assert not engine.training
         engine.folders.append(subject.folder)
         return {f"{self.settings.name}_value": engine.value}
 
 
-def scheduled(chosen: Any, subject: Subject, **options: Any) -> ScheduledEvaluations:
-    engine: Any = subject.model
+def scheduled(chosen, subject: Subject, **options) -> ScheduledEvaluations:
+    engine = subject.model
     return ScheduledEvaluations(chosen, subject, engine=engine, **options)
 
 
@@ -211,7 +211,7 @@ class FakeEngine:
 def test_each_evaluation_runs_at_its_own_interval_and_last(monkeypatch):
     """First the weights, then their average."""
     monkeypatch.setattr(registry, "EVALUATIONS", {"a": Weights, "b": Weights})
-    engine: Any = FakeEngine()
+    engine = FakeEngine()
     outputs = given_outputs(torch.zeros(1, 2), [0], folder=Path("a"))
     subject = replace(outputs, model=engine)
     chosen = [
@@ -236,14 +236,14 @@ def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers():
     """And says so; in `vitscale evaluate` it is an error."""
     logits = torch.zeros(4, 2)
     logits[3, 1] = math.nan  # the padding of its batch, too
-    engine: Any = FakeEngine()
+    engine = FakeEngine()
     engine.world = WORLD
     engine.known_outputs = ("logits",)
     subject = replace(given_outputs(logits, [0, 1, 0, 1]), model=engine)
     chosen = [ClassificationSettings(every_steps=4)]
     evaluations = scheduled(chosen, subject, has_average=False)
     said: list[str] = []
-    fake: Any = SimpleNamespace(
+    fake = SimpleNamespace(
         watchdog=SimpleNamespace(mark=lambda _: None),
         val_index=subject.val,
         run=SimpleNamespace(data=SimpleNamespace(evaluated="'val'")),
@@ -272,7 +272,7 @@ def test_a_training_goes_on_with_its_weights_when_outputs_of_their_average_are_n
 ):
     """It went on with the average as its weights, and without a word of it."""
     monkeypatch.setattr(registry, "EVALUATIONS", {"a": FiniteWeights})
-    engine: Any = FakeEngine()
+    engine = FakeEngine()
     subject = replace(given_outputs(torch.zeros(1, 2), [0]), model=engine)
     chosen = [SettingsBase(name="a", every_steps=4)]
     evaluations = scheduled(chosen, subject, has_average=True)
@@ -336,7 +336,7 @@ def test_each_head_of_a_distilled_model_is_counted():
     - [[2.0, 0, 0], [5.1, 0, 5], [0, 3.0, 2.9], [1, 0, 0]]
     - [[2.0, 0, 0], [0, 4, 0], [1.0, 0.0, 0.9], [1, 0, 0]]
     """)
-    model: Any = SimpleNamespace(world=WORLD, known_outputs=("logits", "heads"))
+    model = SimpleNamespace(world=WORLD, known_outputs=("logits", "heads"))
     evaluation = Classification(ClassificationSettings())
     names = {"classes": "abc", "model_classes": "cab"}
     given = given_outputs(torch.zeros(4, 3), [0, 1, 2, 0], **names)
@@ -450,7 +450,7 @@ def test_files_and_metric_equal_a_case_by_hand(tmp_path):
 IMAGENET = known_space("imagenet_1k")
 
 
-def subset(**settings: Any) -> Subset:
+def subset(**settings) -> Subset:
     return Subset(SubsetSettings(**settings))
 
 
@@ -685,7 +685,7 @@ def test_accuracies_equal_a_direct_solve_of_every_draw():
     # Only what was drawn was extracted of the training set, and all of the other.
     assert len(subject.extracted[0]) < 25 and len(subject.extracted[1]) == 60
     subject = array_subject(train, val)  # nothing extracted yet
-    subject.model.known_outputs = ("representation",)  # type: ignore[misc]  # the stand-in
+    subject.model.known_outputs = ("representation",)  # the stand-in
     assert FewShot(FewShotSettings(shots=(1, 3), num_draws=2)).metrics(subject) == found
 
 
@@ -694,7 +694,7 @@ def test_accuracies_equal_a_direct_solve_of_every_draw():
 RATES = (1e-6, 1.0)
 
 
-def clusters(*, name: str, width: int = 5) -> Any:
+def clusters(*, name: str, width: int = 5):
     """Three classes that a line separates."""
     random = torch.Generator().manual_seed(len(name))
     labels = [number % 3 for number in range(90)]
@@ -703,7 +703,7 @@ def clusters(*, name: str, width: int = 5) -> Any:
     return split_of(values, labels)
 
 
-def probe(**settings: Any) -> LinearHeads:
+def probe(**settings) -> LinearHeads:
     chosen = {"learning_rates": RATES, "steps": 60, "batch": 32, **settings}
     return LinearHeads(LinearHeadsSettings(**chosen))
 
@@ -748,7 +748,7 @@ def test_heads_on_blocks_see_four_choices_of_columns():
         clusters(name="train", width=10), clusters(name="test", width=10)
     )
     assert probe(inputs="blocks").metrics(subject)["linear_top1"] > 0.9
-    subject.model.known_outputs = ("logits", "features")  # type: ignore[misc]  # the stand-in
+    subject.model.known_outputs = ("logits", "features")  # the stand-in
     with refused("class token"):
         probe(inputs="blocks").check(subject)
 
@@ -764,7 +764,7 @@ def test_heads_equal_torch_sgd():
     labels = torch.arange(40) % 3
     order = np.random.default_rng(0).permutation(40)
     rows = Features(samples=order, values_ND=values[order], labels_N=labels[order])
-    options: Any = {"chosen": CHOSEN, "num_classes": 3, "device": WORLD.device}
+    options = {"chosen": CHOSEN, "num_classes": 3, "device": WORLD.device}
     settings = LinearHeadsSettings(
         learning_rates=THREE_RATES, steps=STEPS, batch=BATCH, seed=1
     )

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -76,9 +75,7 @@ def saved(folder: Path, model: TrainedModel) -> Path:
     return folder
 
 
-def evaluation(
-    init: Path, shards: Path, evaluate: list[Values], **data: Any
-) -> EvaluateRun:
+def evaluation(init: Path, shards: Path, evaluate: list[Values], **data) -> EvaluateRun:
     values: Values = yaml.safe_load(
         "{name: x, tracking: {uri: null}, compute: {device: cpu, batch: 4}}"
     )
@@ -234,7 +231,7 @@ def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path):
 def test_shares_stand_alone_where_the_loss_was_a_sigmoid(shards, tmp_path, independent):
     model = replace(animals(), independent=independent)
     # Shares that are rounded to 1 and 0 leave the order of the classes as it is.
-    bias: Any = model.network.head.bias
+    bias = model.network.head.bias
     bias.data = torch.tensor([200.0, 400.0, 600.0])
     folder = saved(tmp_path / "model", model)
     assert open_model(str(folder)).independent == independent
@@ -276,7 +273,7 @@ OTHERS = """
 
 def test_results_of_another_evaluation_are_never_replaced(tmp_path, monkeypatch):
     """The last change is to the images themselves: of the same names, as many of each class."""
-    write_images: Any = partial(
+    write_images = partial(
         write_shard_folder, num_per_class=2, num_shards=1, classes=CLASSES, split="test"
     )
     monkeypatch.chdir(tmp_path)
@@ -336,7 +333,7 @@ def test_probes_never_learn_from_the_images_they_are_scored_on(shards, tmp_path,
     assert results(evaluation(folder, shards, [probe], val_split=None, dev_percent=50))
 
 
-def run_folder(folder: Path, **config: Any) -> Path:
+def run_folder(folder: Path, **config) -> Path:
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump({"name": "base", **config}))
     return folder
@@ -345,7 +342,7 @@ def run_folder(folder: Path, **config: Any) -> Path:
 def evaluated(run: Path, *words: str) -> EvaluateRun:
     argv = [f"init={run}", *words]
     overrides = ["stage=evaluate", *settings_of_run(argv), *argv]
-    found: Any = load_run({"evaluate": EvaluateRun}, None, overrides=overrides).run
+    found = load_run({"evaluate": EvaluateRun}, None, overrides=overrides).run
     return found
 
 
@@ -393,7 +390,7 @@ def test_a_run_is_evaluated_on_the_images_it_was_evaluated_on(
     assert _keys(val) == images
 
 
-def _keys(index: Any) -> list[str]:
+def _keys(index) -> list[str]:
     return sample_keys(index, range(index.num_samples))
 
 

@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def test_npz_is_read_by_timm_and_here(tmp_path, settings, options):
      act_layer: gelu_tanh, final_norm: true}
     """)
     sizes |= {"mlp_ratio": 40 / 24, **options}
-    model: Any = timm.create_model("vit_base_patch16_224", **sizes)
+    model = timm.create_model("vit_base_patch16_224", **sizes)
     is_big_vision = settings in ({"class_position": False}, {"pool": "map"})
     model.load_pretrained(path, "params/" if is_big_vision else "")
     assert off_by(model, loaded) < 1e-4
@@ -129,7 +129,7 @@ def test_a_card_has_the_metrics_of_the_exported_weights(tmp_path):
     journal.close()
     run = SourceRun(
         folder=journal.path.parent,
-        checkpoint=checkpoint,  # type: ignore[arg-type]  # a stand-in
+        checkpoint=checkpoint,  # a stand-in
         averaged=False,
         config={"name": "base", "data": {"path": "http://me:hunter2@host/x"}},
         arch=loaded.arch,
@@ -170,9 +170,9 @@ def test_what_does_not_fit_is_refused(tmp_path, to, settings, problem):
 def test_other_logits_leave_nothing(to, shift, tmp_path, monkeypatch):
     loaded = small_model()
     original = EXPORTS[to].write
-    bias: Any = loaded.network.get_parameter("head.bias").data
+    bias = loaded.network.get_parameter("head.bias").data
 
-    def write(self: Format, model: Any, folder: Path) -> None:
+    def write(self: Format, model, folder: Path) -> None:
         own = bias.clone()
         bias.add_(shift)
         original(self, model, folder)
@@ -291,9 +291,7 @@ def levels(normalised_3SS: torch.Tensor) -> torch.Tensor:
 
 def timm_pixels(folder: Path, image: Image.Image) -> torch.Tensor:
     model = timm.create_model(f"local-dir:{folder}", pretrained=True)
-    transform: Any = timm.data.create_transform(
-        **timm.data.resolve_model_data_config(model)
-    )
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
     return levels(transform(image))
 
 
@@ -338,7 +336,7 @@ def test_transformers_sees_the_pixels_of_timm(tmp_path, to, resize):
     folder = exported(tmp_path / "out", to, how)
     # transformers' default backend differs from Pillow by one level; timm's wrapper has none.
     options: Values = {"backend": "pil"} if to == "huggingface" else {}
-    processor: Any = AutoImageProcessor.from_pretrained(folder, **options)
+    processor = AutoImageProcessor.from_pretrained(folder, **options)
     found = levels(processor(PHOTO, return_tensors="pt")["pixel_values"][0])
     assert (found - reference).abs().max() <= 1
     if to == "huggingface":
@@ -349,5 +347,5 @@ def test_transformers_sees_the_pixels_of_timm(tmp_path, to, resize):
         # timm's wrapper takes RGB only.
         grey = processor(PHOTO.convert("L"), return_tensors="pt")["pixel_values"]
         assert grey.shape == (1, 3, SIDE, SIDE)
-    labels: Any = AutoConfig.from_pretrained(folder)
+    labels = AutoConfig.from_pretrained(folder)
     assert [labels.id2label[label] for label in range(5)] == list("vwxyz")

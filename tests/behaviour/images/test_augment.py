@@ -129,9 +129,7 @@ IMAGES = [
 ]
 
 
-def timm_operation(
-    name: str, magnitude: float, **hparams: object
-) -> timm_augment.AugmentOp:
+def timm_operation(name: str, magnitude: float, **hparams) -> timm_augment.AugmentOp:
     chosen = {"img_mean": (128, 128, 128), **hparams}
     return timm_augment.AugmentOp(
         TIMM_NAMES[name], 1.0, magnitude=magnitude, hparams=chosen

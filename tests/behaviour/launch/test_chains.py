@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
@@ -22,7 +21,7 @@ from launch.jobs.preparation import prepare_job
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.light_checkpoints import light_save
-from tests.support.tables import refused, rows
+from tests.support.tables import Values, refused, rows
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.distributed.events import record_start
 from vitscale.models.settings import TimmSettings
@@ -157,7 +156,7 @@ def test_variants_change_several_settings_and_meet_those_of_the_same_name(folder
     both = text.replace("{data.path: shards}}", f"{{data.path: shards}}, {variants}}}")
     for content in (text, both):
         steps = steps_of(chain_of(write_chain(folder, content)), "finetune")
-        assert {step.name: step.run.model.width for step in steps} == {  # type: ignore[union-attr]
+        assert {step.name: step.run.model.width for step in steps} == {
             f"finetune/{name}_seed-{seed}": widths[name]
             for name in widths
             for seed in (3, 4)
@@ -213,7 +212,7 @@ def test_chains_of_the_repository_load(path, monkeypatch):
 # ---- sweeps on the command line ---------------------------------------------------------------
 
 
-def sweep_of(stage: str, *words: str) -> dict[str, Any]:
+def sweep_of(stage: str, *words: str) -> Values:
     """Name -> run."""
     argv = ["--config", f"{stage}.yaml", *words]
     command = launch_command(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,19 +26,19 @@ from launch.planning.dry_run import (
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import write_shard_folder
-from tests.support.tables import refused, rows
+from tests.support.tables import Values, refused, rows
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.data.index import read_split, sample_keys
 
-SECTIONS: dict[str, Any] = yaml.safe_load("""
+SECTIONS: Values = yaml.safe_load("""
 name: x
 model: {preset: Ti/16}
 optim: {lr: 0.001}
 schedule: {steps: 100, warmup_steps: 10}
 launch: {cpus_per_task: 3}
 """)
-DATA: dict[str, Any] = {"path": "shards", "global_batch": 4, "val_split": None}
+DATA: Values = {"path": "shards", "global_batch": 4, "val_split": None}
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +47,14 @@ def folder(tmp_path, monkeypatch) -> Path:
     return write_shard_folder(tmp_path / "shards", num_per_class=8, num_shards=4)
 
 
-def checked(*, data: dict[str, Any] | None = None, **changes: Any) -> dict[str, Check]:
+def checked(*, data: Values | None = None, **changes) -> dict[str, Check]:
     values = SECTIONS | changes | {"data": DATA | (data or {})}
     return {
         check.name: check for check in run_checks(PretrainRun.model_validate(values))
     }
 
 
-def plan(**changes: object) -> dict[str, str]:
+def plan(**changes) -> dict[str, str]:
     data = {"path": "elsewhere", "global_batch": 64, "planned_num_samples": 1000}
     model = {"preset": "Ti/16", "num_classes": 10}
     values = SECTIONS | {"data": data, "model": model} | changes
@@ -124,7 +123,7 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path):
     shards = write_shard_folder(tmp_path / "s", num_per_class=8, num_shards=1)
     names = sample_keys(read_split(shards, split="train"), range(3))
     (tmp_path / "keys.txt").write_text("\n".join([*names, "unknown"]))
-    data: dict[str, Any] = {"path": str(shards), "global_batch": 2}
+    data: Values = {"path": str(shards), "global_batch": 2}
     rows = plan(data=data | {"only_keys": f"{tmp_path}/keys.txt"})
     assert rows["data"].startswith("3 training images, from ")
     assert (
@@ -158,7 +157,7 @@ def test_tars_without_an_index_are_enough_for_the_loader_processes(
     tasks, nodes, workers, refused
 ):
     """On the largest number of nodes that a job may get."""
-    data: dict[str, Any] = {
+    data: Values = {
         "reader": "webdataset",
         "num_workers": workers,
         "global_batch": 8,
@@ -300,14 +299,14 @@ def test_a_sweep_opens_its_index_once(monkeypatch):
     opened: list[str] = []
     read = read_split
 
-    def counted(path: Any, **how: Any) -> Any:
+    def counted(path, **how):
         opened.append(how["split"])
         return read(path, **how)
 
     monkeypatch.setattr("vitscale.data.training_set.read_split", counted)
     known: KnownFacts = {}
 
-    def check(data: dict[str, Any], **changes: Any) -> Check:
+    def check(data: Values, **changes) -> Check:
         run = PretrainRun.model_validate(SECTIONS | changes | {"data": DATA | data})
         return {each.name: each for each in run_checks(run, known=known)}["data"]
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_char_p
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +29,7 @@ from launch.jobs.states import (
 )
 from tests.support.levels import skip_or_fail
 from tests.support.run_folders import logged_run
-from tests.support.tables import every, lines, refused, rows
+from tests.support.tables import Values, every, lines, refused, rows
 from vitscale.config.errors import UserError
 from vitscale.distributed.events import (
     FAILED,
@@ -70,7 +69,7 @@ class RunFolder:
         with open(self.folder / "journal.jsonl", "ab") as file:
             file.write(encode(row))
 
-    def attempt(self, ending: str | None, *, number: int = 1, **more: Any) -> None:
+    def attempt(self, ending: str | None, *, number: int = 1, **more) -> None:
         """One that has started a minute ago, and ended now unless `ending` is None."""
         values = {"number": number, "cluster": "slurm", "job_id": JOB, "restart": 0}
         ended = {"ended": NOW, "ending": ending, "reason": "why"} if ending else {}
@@ -86,8 +85,8 @@ class RunFolder:
         return line_of(read_state(self.folder, jobs), now=NOW)
 
 
-def job(state: str, *, reason: str | None = None, **more: Any) -> QueuedJob:
-    values: dict[str, Any] = {
+def job(state: str, *, reason: str | None = None, **more) -> QueuedJob:
+    values: Values = {
         "job_id": JOB, "submitted_id": JOB, "state": state, "reason": reason, "start": None,
         "nodes": None, "submitted": NOW - 720, "script": f"/else/where/{SCRIPT}",
     }  # fmt: skip

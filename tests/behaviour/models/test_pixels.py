@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -122,7 +121,7 @@ VIT = PROCESSORS["vit"]
 BIT = PROCESSORS["bit"]
 
 
-def hugging_face(folder: Path, kind: str, processor: Values, **config: Any) -> Path:
+def hugging_face(folder: Path, kind: str, processor: Values, **config) -> Path:
     name = {"deit": "DeiT", "dinov2": "Dinov2", "vit": "ViT"}[kind]
     sizes = yaml.safe_load("""
     {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, image_size: 32, patch_size: 4}
@@ -167,9 +166,7 @@ def test_a_folder_that_crops_below_its_positions_gives_transformers_logits(tmp_p
         BIT | {"size": {"shortest_edge": 28}, "crop_size": 24},
         image_size=48,
     )
-    theirs: Any = transformers.Dinov2ForImageClassification.from_pretrained(
-        folder
-    ).eval()
+    theirs = transformers.Dinov2ForImageClassification.from_pretrained(folder).eval()
     ours = open_model(str(folder))
     assert "at 24 px as its preprocessor_config.json says" in ours.source
     images = torch.randn(2, 3, 24, 24)
@@ -185,8 +182,8 @@ def test_dinov2s_epsilon_is_its_own_where_the_folder_has_none(tmp_path):
         config = json.loads((folder / "config.json").read_text())
         del config["layer_norm_eps"]
         (folder / "config.json").write_text(json.dumps(config))
-        arch: Any = open_model(str(folder)).arch
-        built: Any = transformers.AutoConfig.from_pretrained(folder)
+        arch = open_model(str(folder)).arch
+        built = transformers.AutoConfig.from_pretrained(folder)
         assert arch.layer_norm_eps == built.layer_norm_eps == expected
 
 
@@ -273,7 +270,7 @@ TRAINED = yaml.safe_load("""
 """)
 
 
-def trained_by_timm(path: Path, arguments: Values, **more: Any) -> Any:
+def trained_by_timm(path: Path, arguments: Values, **more):
     """A checkpoint of timm's train.py; returns the model."""
     torch.manual_seed(0)
     built = dict(arguments["model_kwargs"])

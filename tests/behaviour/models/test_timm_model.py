@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import timm
 import torch
@@ -16,7 +14,7 @@ from timm.optim import param_groups_layer_decay
 from pretrain.run import PretrainRun
 from tests.support.engine.small_models import export, small_model
 from tests.support.engine.subjects import WORLD
-from tests.support.tables import every, refused, rows
+from tests.support.tables import Values, every, refused, rows
 from vitscale.evaluation.trained_model import open_model
 from vitscale.models import costs
 from vitscale.models.interface import round_weights
@@ -38,9 +36,7 @@ NAMES = ("test_vit", "test_convnext", "test_efficientnet_gn", "test_mambaout")
 SIZE = 64
 
 
-def built(
-    name: str, *, seed: int = 0, num_classes: int = 5, **values: Any
-) -> TimmModel:
+def built(name: str, *, seed: int = 0, num_classes: int = 5, **values) -> TimmModel:
     settings = TimmSettings(
         model=name, **{"image_size": SIZE, "head_std": 0.1, **values}
     )
@@ -51,7 +47,7 @@ def load(target: TimmModel, source: torch.nn.Module, **how: bool) -> None:
     target.load_weights(source.state_dict(), where="x", **{"keep_head": True} | how)
 
 
-def plain(name: str, **options: Any) -> Any:
+def plain(name: str, **options):
     sized = (
         {"img_size": SIZE}
         if timm.get_pretrained_cfg_value(name, "fixed_input_size")
@@ -98,7 +94,9 @@ def test_the_seed_gives_the_weights(name):
 def test_rates_and_decay_by_layer_are_those_of_timm(name):
     model = built(name)
     arch = TimmSettings(model=name, image_size=SIZE).resolved(num_classes=5)
-    kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]  # a function
+    kept = (
+        model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    )  # a function
     theirs = param_groups_layer_decay(
         model, weight_decay=0.05, no_weight_decay_list=kept, layer_decay=0.7
     )
@@ -109,7 +107,7 @@ def test_rates_and_decay_by_layer_are_those_of_timm(name):
         layers_above=lambda parameter: layers_above(parameter, arch),
     )
 
-    def chosen(groups: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:
+    def chosen(groups: list[Values]) -> dict[int, tuple[float, float]]:
         return {
             id(parameter): (group["lr_scale"], group["weight_decay"])
             for group in groups
@@ -175,7 +173,7 @@ def test_batch_norms_stay_in_fp32():
     kept = {"fc"}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.BatchNorm2d):
-            module.running_var.uniform_(1, 2)  # type: ignore[union-attr]  # it has one
+            module.running_var.uniform_(1, 2)  # it has one
             kept.add(name)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     round_weights(model, torch.bfloat16)
@@ -217,7 +215,7 @@ def test_folders_are_read_by_timm_and_here(tmp_path, name):
         assert (found.arch, found.classes) == (loaded.arch, loaded.classes)
         assert found.preprocessing.mean == how["mean"]
         assert torch.equal(found.network(images()), loaded.network(images()))
-    options: dict[str, Any] = {} if name == "test_convnext" else {"img_size": 96}
+    options: Values = {} if name == "test_convnext" else {"img_size": 96}
     theirs = timm.create_model(
         f"local-dir:{tmp_path / 'timm'}", pretrained=True, **options
     ).eval()
@@ -285,7 +283,7 @@ def test_a_published_encoder_may_name_no_classifier():
     assert classifiers(PretrainedCfg(classifier=None)) == ()
 
 
-def build_for_training(name: str, **arguments: Any) -> torch.nn.Module:
+def build_for_training(name: str, **arguments) -> torch.nn.Module:
     values = yaml.safe_load("""
     {name: x, data: {path: x, global_batch: 1}, schedule: {steps: 1}, optim: {lr: 1.0},
      model: {name: timm, num_classes: 5, image_size: 64}}

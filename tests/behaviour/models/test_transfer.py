@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +34,7 @@ IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(5))
 DISTILLED = {"distillation_token": True}
 
 
-def shaken(*, num_classes: int = 5, **changes: object) -> ViT:
+def shaken(*, num_classes: int = 5, **changes) -> ViT:
     """A model in evaluation mode whose weights, the head's too, are all random."""
     model = build_model(
         SMALL.model_copy(update=changes).resolved(num_classes=num_classes), seed=0
@@ -47,9 +46,7 @@ def shaken(*, num_classes: int = 5, **changes: object) -> ViT:
     return model.eval()
 
 
-def transfer(
-    target: ViT, source: ViT, *, computed: Any = None, **options: Any
-) -> list[str]:
+def transfer(target: ViT, source: ViT, *, computed=None, **options) -> list[str]:
     found = Weights(
         tensors=source.state_dict() | options.pop("more", {}),
         grid=options.pop("source_grid", source.patch_embed.grid_size),

@@ -25,15 +25,15 @@ SMALL = ViTSettings(
 PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-def arch_of(*, num_classes: int = 5, **changes: object) -> ViTSettings:
+def arch_of(*, num_classes: int = 5, **changes) -> ViTSettings:
     return SMALL.model_copy(update=changes).resolved(num_classes=num_classes)
 
 
-def small(**changes: Any) -> Any:
+def small(**changes):
     return build_model(arch_of(**changes), seed=3)
 
 
-def shaken(**changes: Any) -> Any:
+def shaken(**changes):
     """A model in double precision in which no weight is zero and the eps of the norms matters."""
     model = small(**changes).double().eval()
     random = torch.Generator().manual_seed(0)
@@ -307,7 +307,7 @@ FAMILIES: dict[str, Architecture] = {
 
 
 @pytest.fixture(params=MODELS)
-def model(request) -> Any:
+def model(request):
     family = MODELS[request.param]
     settings = FAMILIES.get(request.param) or family.Settings(image_size=32)
     arch = settings.resolved(num_classes=5)
@@ -362,7 +362,7 @@ class Scaled(torch.nn.Module):
 # ---- costs ---------------------------------------------------------------------------------------
 
 
-def published(preset: str, num_classes: int = 1000, **settings: object) -> ViTSettings:
+def published(preset: str, num_classes: int = 1000, **settings) -> ViTSettings:
     model = ViTSettings.model_validate({"preset": preset, **settings})
     return model.resolved(num_classes=num_classes)
 

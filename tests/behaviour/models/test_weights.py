@@ -41,7 +41,7 @@ TINY = "vit_tiny_patch16_224"
 
 
 @torch.no_grad()
-def shaken(model: nn.Module) -> Any:
+def shaken(model: nn.Module):
     """No parameter is at its usual start, where a lost one could go unnoticed."""
     random = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -350,7 +350,7 @@ def test_heads_are_those_of_the_known_model(tmp_path, width, heads):
 class Trap:
     """Unpickled, it would create a file."""
 
-    def __init__(self, path: Path, make: Any = Path.touch) -> None:
+    def __init__(self, path: Path, make=Path.touch) -> None:
         self.path = path
         self.make = make
 

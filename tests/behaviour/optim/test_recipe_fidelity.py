@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
-from tests.support.tables import every
+from tests.support.tables import Values, every
 from vitscale.config.loader import load_run_file, read_yaml
 from vitscale.runs.training import TrainingRun, training_plan
 
@@ -36,7 +35,7 @@ PLAIN = dict(
 )
 
 
-def resolved(run: TrainingRun) -> dict[str, Any]:
+def resolved(run: TrainingRun) -> Values:
     """A recipe's values in the terms of the papers' tables."""
     data = run.data
     model = run.model
@@ -44,12 +43,12 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
     schedule = run.schedule
     plan = training_plan(run, world_size=1, num_samples=data.planned_num_samples or 0)
     # A term that is one setting is read as it is.
-    values: dict[str, Any] = {}
+    values: Values = {}
     for key, path in PLAIN.items():
         section, name = path.split(".")
         values[key] = getattr(getattr(run, section), name, None)
 
-    def of(key: str) -> Any:
+    def of(key: str):
         """None for what a model of timm has no key for."""
         return getattr(model, key, None)
 
@@ -109,7 +108,7 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
     return values | augmentation(data.augment, data.mixing)
 
 
-def augmentation(augment: Any, mixing: Any) -> dict[str, Any]:
+def augmentation(augment, mixing) -> Values:
     randaugment = augment.randaugment
     erasing = augment.erasing
     values = {
@@ -129,9 +128,9 @@ def augmentation(augment: Any, mixing: Any) -> dict[str, Any]:
     return values
 
 
-def published(entry: dict[str, Any]) -> dict[str, Any]:
+def published(entry: Values) -> Values:
     """All keys of an entry of published_recipes.yaml."""
-    keys: dict[str, Any] = {}
+    keys: Values = {}
     for base in entry.get("base", ()):
         keys |= published(TABLE["papers"][base])
     return keys | {key: value for key, value in entry.items() if key != "base"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ from pretrain.objectives.masked_patches import (
 from pretrain.run import PretrainRun
 from tests.support.reference_losses import masked_autoencoder
 from tests.support.reference_training import Sample
-from tests.support.tables import every, rows
+from tests.support.tables import Values, every, rows
 from vitscale.models import vit
 from vitscale.models.patches import random_orders, to_images, to_patches
 from vitscale.models.positions import mae_position_embedding
@@ -37,7 +36,7 @@ from vitscale.training.session import build_model
 
 MAE = {"name": "mae", "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2}
 MASKED = {"name": "masked_patch_prediction"}
-RUN: dict[str, Any] = yaml.safe_load("""
+RUN: Values = yaml.safe_load("""
 name: x
 data: {path: s, global_batch: 8}
 model: {width: 16, depth: 1, num_heads: 2, mlp_width: 24, patch_size: 4, image_size: 16}
@@ -60,7 +59,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
 }
 
 
-def opened(section: dict[str, Any], **changes: Any) -> Any:
+def opened(section: Values, **changes):
     run = PretrainRun.model_validate(RUN | {"objective": section, **changes})
     return run, run.make_objective(), run.model.resolved(num_classes=0)
 
@@ -131,7 +130,7 @@ def test_costs_are_those_of_the_published_models(preset, encoder, decoder, ratio
 class WithLayer(Objective):
     Settings = SupervisedSettings
 
-    def extend_model(self, model: Any, arch: Any) -> None:
+    def extend_model(self, model, arch) -> None:
         model.objective = torch.nn.Linear(arch.width, 3)
 
 
@@ -142,7 +141,7 @@ def test_what_an_objective_adds_depends_on_the_seed_alone():
         # Draws that come before must not matter.
         torch.rand(draws)
         objective = WithLayer(run.objective, seed=seed)
-        model: Any = build_model(run, objective, run.model.resolved(num_classes=2))
+        model = build_model(run, objective, run.model.resolved(num_classes=2))
         weights.append(model.objective.weight.tolist())
     assert weights[0] == weights[1]
     assert weights[0] != weights[2]
@@ -156,9 +155,7 @@ NUM_IMAGES = 1100
 Corruption = dict[str, np.ndarray]
 
 
-def drawn(
-    num_images: int, *, num_patches: int = NUM_PATCHES, **changes: Any
-) -> Corruption:
+def drawn(num_images: int, *, num_patches: int = NUM_PATCHES, **changes) -> Corruption:
     settings = MaskedPatchPredictionSettings(**changes)
     positions = np.arange(num_images)
     return draw_corruption(positions, settings=settings, num_patches=num_patches, key=5)
@@ -260,17 +257,17 @@ def test_predictions_equal_an_independent_forward_pass(options):
 # ---- MAE -----------------------------------------------------------------------------------------
 
 DECODER = {"width": 8, "depth": 2, "num_heads": 2}
-SMALL: dict[str, Any] = yaml.safe_load("""
+SMALL: Values = yaml.safe_load("""
 {image_size: 12, patch_size: 4, width: 16, depth: 2, num_heads: 2, mlp_width: 24, gelu: erf}
 """)
 FIXED = {"positions": "sincos2d_mae", "weight_init": "mae"}
 
 
-def small_model(changes: dict[str, Any]) -> Any:
+def small_model(changes: Values):
     """With a decoder and random values everywhere: in biases and norms too."""
     arch = ViTSettings(**SMALL | changes).resolved(num_classes=0)
     torch.manual_seed(1)
-    model: Any = vit.build_model(arch, seed=0)
+    model = vit.build_model(arch, seed=0)
     model.objective = MaskedAutoencoder(arch, **DECODER)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -278,7 +275,7 @@ def small_model(changes: dict[str, Any]) -> Any:
 
 
 def slow_predictions(
-    model: Any, images: torch.Tensor, *, kept_BK: torch.Tensor, **_: Any
+    model, images: torch.Tensor, *, kept_BK: torch.Tensor, **_
 ) -> torch.Tensor:
     """MAE's forward pass of image after image, patch after patch, for SMALL and DECODER.
 
@@ -362,7 +359,7 @@ def test_ties_keep_their_order():
 def test_start_is_that_of_mae():
     sizes = SMALL | FIXED | {"width": 64, "mlp_width": 256}
     arch = ViTSettings(**sizes).resolved(num_classes=0)
-    model: Any = vit.build_model(arch, seed=0)
+    model = vit.build_model(arch, seed=0)
     torch.manual_seed(0)
     mae = MaskedAutoencoder(arch, width=64, depth=1, num_heads=2)
 

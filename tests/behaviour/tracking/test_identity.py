@@ -313,4 +313,4 @@ def test_a_server_that_repeats_its_page_ends(monkeypatch):
         def search_experiments(self, page_token: str | None) -> Page:
             return Page()
 
-    assert [*mlflow_sync._pages_of_experiments(Client())] == []  # type: ignore[arg-type]
+    assert [*mlflow_sync._pages_of_experiments(Client())] == []

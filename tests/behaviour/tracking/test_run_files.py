@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ from launch.comparison.page import render
 from launch.comparison.runs import load_runs
 from launch.comparison.sync import sync
 from tests.support.range_server import Answering, listening
-from tests.support.tables import every
+from tests.support.tables import Values, every
 from vitscale.config.errors import UserError
 from vitscale.config.redaction import short_reason
 from vitscale.tracking.journal import MAX_LINE_BYTES, read_rows
@@ -205,7 +204,7 @@ def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path):
 
 @contextmanager
 def hostile_server(
-    artifact_uri: str, *, listed: str = "x", **more: Any
+    artifact_uri: str, *, listed: str = "x", **more
 ) -> Iterator[tuple[str, list[str]]]:
     """Its address, and the paths that it was asked for. more: further keys of its runs."""
     info = {
@@ -222,7 +221,7 @@ def hostile_server(
             self.rfile.read(int(self.headers["content-length"] or 0))
             path = self.path.partition("?")[0]
             asked.append(path)
-            answer: dict[str, Any] = {}
+            answer: Values = {}
             if path.endswith("runs/search"):
                 answer = {"runs": []}
             elif path.endswith("experiments/search"):

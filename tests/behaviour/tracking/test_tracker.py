@@ -46,7 +46,7 @@ def open_tracker(mlflow_database: Path, tmp_path, monkeypatch) -> Open:
     monkeypatch.setattr(tracker_module, "SEND_S", 0.05)
     set_version(monkeypatch, SourceVersion(commit="a" * 40, patch=""))
 
-    def open_it(config: Values = CONFIG, **changes: Any) -> Tracker:
+    def open_it(config: Values = CONFIG, **changes) -> Tracker:
         folder = changes.pop("folder", tmp_path / "run")
         folder.mkdir(exist_ok=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(config))

@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from safetensors.torch import save_file
 from tests.support.engine.subjects import WORLD
 from tests.support.reference_losses import supervised
 from tests.support.reference_training import Sample
-from tests.support.tables import every, refused
+from tests.support.tables import Values, every, refused
 from vitscale.data.loader import Batch
 from vitscale.engine.settings import EngineSettings
 from vitscale.objectives.losses import hard_loss, label_loss
@@ -39,7 +38,7 @@ def test_losses_equal_the_papers_formulas(kind, shares):
     random = torch.Generator().manual_seed(0)
     logits = (torch.randn(8, 7, generator=random) - 6.9).bfloat16()
     labels = torch.tensor([0, 1, 3, 3, 1, 6, 2, 5])
-    options: dict[str, Any] = {"kind": kind}
+    options: Values = {"kind": kind}
     if kind != "bce":
         options["smoothing"] = 1e-2
     right = supervised(**options, share_of=shares and (lambda pair: shares[pair]))
@@ -64,22 +63,22 @@ def distilled(
     *,
     has_token: bool = True,
     mixing: dict[str, torch.Tensor] | None = None,
-    **settings: Any,
+    **settings,
 ) -> tuple[float, float]:
     """The loss of two images, whose logits are the hand-computed ones, and the agreement."""
-    teacher: Any = {"weights": "runs/teacher"}
+    teacher = {"weights": "runs/teacher"}
     values = DistillationSettings.model_validate({"teacher": teacher, **settings})
 
     # The student has both heads' logits, or those of its one head.
-    objective: Any = Distillation(values, seed=0)
+    objective = Distillation(values, seed=0)
     objective.teacher = SimpleNamespace(logits=lambda images: TEACHER.expand(2, 3))
-    engine: Any = SimpleNamespace(
+    engine = SimpleNamespace(
         known_outputs=("heads",) if has_token else (),
         forward=lambda images, output: (CLS.expand(2, 3), DIST.expand(2, 3)),
         logits=lambda images: DIST.expand(2, 3),
     )
     images = torch.zeros(2, 3, 4, 4)
-    batch = Batch(images, torch.tensor(labels), torch.ones(2), **mixing or {})  # type: ignore[arg-type]
+    batch = Batch(images, torch.tensor(labels), torch.ones(2), **mixing or {})
     loss = objective.loss(engine, batch)
     return loss.item(), objective.recorded["train/teacher_agreement"].item()
 
@@ -114,7 +113,7 @@ def test_each_head_learns_from_its_own_target():
 
 
 @pytest.fixture(scope="module")
-def network() -> Any:
+def network():
     torch.manual_seed(0)
     model = timm.create_model(NAME, num_classes=CLASSES)
     # A forward pass in training, so that statistics differ from the first ones.
@@ -126,8 +125,8 @@ def opened(
     path: Path,
     *,
     classes: Sequence[str] = "01234",
-    engine: dict[str, Any] | None = None,
-    **settings: Any,
+    engine: Values | None = None,
+    **settings,
 ) -> Teacher:
     chosen = TeacherSettings.model_validate(
         {"model": NAME, "weights": str(path), **settings}
@@ -141,7 +140,7 @@ def opened(
 
 
 @pytest.fixture
-def safetensors(network: Any, tmp_path) -> Path:
+def safetensors(network, tmp_path) -> Path:
     save_file(network.state_dict(), tmp_path / "teacher.safetensors")
     return tmp_path / "teacher.safetensors"
 
@@ -230,7 +229,7 @@ def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path):
     assert teacher.logits(images(64)).shape == (2, CLASSES)
     compiled = opened(path, model="test_vit", engine={"compile": True})
     for each, is_compiled in ((teacher, False), (compiled, True)):
-        network: Any = each.model.network
+        network = each.model.network
         for block in network.blocks:
             assert (block._compiled_call_impl is not None) == is_compiled
     with refused("predicts 5 classes, but the label map has 7"):

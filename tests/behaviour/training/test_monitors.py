@@ -43,7 +43,7 @@ PLAN = TrainingPlan(
     **STEPS,
 )
 ORDER = SimpleNamespace(at=lambda position: SimpleNamespace(part=0, sample=position))
-DATA: Any = SimpleNamespace(order=ORDER, parts=())
+DATA = SimpleNamespace(order=ORDER, parts=())
 
 
 def names(samples: Sequence[tuple[int, int]]) -> list[str]:
@@ -55,10 +55,10 @@ class Ranks:
 
     def __init__(self) -> None:
         self.others: list[Any] = []
-        self.sent: Any = None
+        self.sent = None
         self.lines: list[str] = []
 
-    def gather(self, own: Any) -> list[Any]:
+    def gather(self, own) -> list[Any]:
         self.sent = own
         return [own, *self.others]
 
@@ -86,8 +86,8 @@ class Ranks:
     def report(
         self,
         monitor: UnreadableSampleMonitor,
-        own: Any,
-        other: Any = (),
+        own,
+        other=(),
         num_seen: int = 10,
     ) -> list[str]:
         """The lines that are printed at step 10 of an epoch of 1,000 samples."""
@@ -167,12 +167,12 @@ def test_the_index_is_read_on_the_rank_that_prints_alone(tmp_path, rank, expecte
 # ---- rates ---------------------------------------------------------------------------------------
 
 
-def opened(data: Any, world: World) -> IntervalLog:
+def opened(data, world: World) -> IntervalLog:
     """The log of a run, as far as it needs no engine."""
     health = Health(skipped=0, longest=0, last_step=None, bad_micro_step=None)
-    engine: Any = SimpleNamespace(world=world, health=lambda: health)
-    run: Any = SimpleNamespace(data=SimpleNamespace(max_unreadable_fraction=1.0))
-    tracker: Any = None
+    engine = SimpleNamespace(world=world, health=lambda: health)
+    run = SimpleNamespace(data=SimpleNamespace(max_unreadable_fraction=1.0))
+    tracker = None
     return IntervalLog(
         run,
         PLAN,
@@ -195,8 +195,8 @@ class Seconds:
     def perf_counter(self) -> float:
         return self.now
 
-    def spend(self, seconds: float) -> Any:
-        def work(*_: Any, **__: Any) -> None:
+    def spend(self, seconds: float):
+        def work(*_, **__) -> None:
             self.now += seconds
 
         return work
@@ -221,7 +221,7 @@ def test_rates_leave_out_evaluations_and_saves(
     monkeypatch.setattr(
         log, "write", lambda step, lr: rates.append(log._speed()["vitals/images_per_s"])
     )
-    session: Any = SimpleNamespace(
+    session = SimpleNamespace(
         log=log,
         lr=0.1,
         plan=PLAN,
@@ -242,7 +242,7 @@ def test_rates_leave_out_evaluations_and_saves(
     )
 
     # The first step compiles, and shows in the first interval alone.
-    batch: Any = SimpleNamespace(labels=range(6), unreadable=())
+    batch = SimpleNamespace(labels=range(6), unreadable=())
     clock.now += 57.0
     for step in range(PLAN.total_steps):
         clock.now += 3.0
@@ -256,7 +256,7 @@ def test_rates_leave_out_evaluations_and_saves(
 
 def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(clock: Seconds):
     log = opened(DATA, replace(WORLD, world_size=2))
-    batch: Any = SimpleNamespace(labels=range(6), unreadable=())
+    batch = SimpleNamespace(labels=range(6), unreadable=())
     log.add_batch(batch)
     with log.waiting():
         clock.now += 2.0
@@ -267,7 +267,7 @@ def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(clock: Secon
 def test_an_update_waits_until_a_save_has_read_the_weights():
     """After the backward pass, which may run beside the copy."""
     done: list[str] = []
-    session: Any = SimpleNamespace(
+    session = SimpleNamespace(
         watchdog=SimpleNamespace(mark=lambda doing: None),
         engine=SimpleNamespace(
             backward=lambda loss: done.append("backward"),

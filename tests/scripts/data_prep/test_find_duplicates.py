@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,7 +13,7 @@ from PIL import Image, ImageOps
 from tests.support.corpora.image_corpus import ledger, make_shards, run_script
 from tests.support.corpora.image_samples import encoded, rotated
 from tests.support.corpora.shard_folders import photo
-from tests.support.tables import every
+from tests.support.tables import Values, every
 from vitscale.data.index import read_manifest, sample_keys
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
@@ -46,7 +45,7 @@ def write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def find(*arguments: object, rc: int = 0) -> str:
+def find(*arguments, rc: int = 0) -> str:
     return run_script("find_duplicates", *arguments, rc=rc)
 
 
@@ -67,7 +66,7 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
     return source, base / "shards"
 
 
-def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
+def rows_of(folder: Path) -> dict[str, Values]:
     table = pq.read_table(folder / "duplicates.parquet").to_pylist()
     rows = {row["path"]: row for row in table}
     assert len(rows) == len(table)

@@ -10,7 +10,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +20,7 @@ from tests.support.corpora import image_corpus
 from tests.support.corpora.external_tars import tar_bytes, write_tars
 from tests.support.corpora.image_corpus import run_script
 from tests.support.golden import FOLDER, Golden
-from tests.support.tables import every
+from tests.support.tables import Values, every
 
 HELD_OUT = ("source.splits={}", "source.holdout_fraction=0.3", "shards.min_shards=2")
 IMAGES = FOLDER / "images"
@@ -110,7 +109,7 @@ def make_shards(source: Path, output: Path, *settings: str) -> None:
     image_corpus.make_shards(source, output, *common, *settings)
 
 
-def contents(folder: Path) -> dict[str, Any]:
+def contents(folder: Path) -> Values:
     """What must not change: tars, fingerprints, index and the outcome of every input."""
     manifest = json.loads((folder / "manifest.json").read_text())
     ledger = pq.read_table(folder / "ledger.parquet").to_pylist()

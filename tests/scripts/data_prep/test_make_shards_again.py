@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ from tests.support.waiting import PATIENCE_S
 
 
 def started(
-    source: Path, output: Path, *options: str, until: str = "rows.arrow", **how: Any
+    source: Path, output: Path, *options: str, until: str = "rows.arrow", **how
 ) -> subprocess.Popen[str]:
     """make_shards at work; it has made a file of this name."""
     process = subprocess.Popen(

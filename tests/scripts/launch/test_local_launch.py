@@ -245,7 +245,7 @@ def test_a_missing_interpreter_is_one_error(tmp_path):
     )
     stop = SimpleNamespace(is_set=False)
     with refused("'/lost/python' cannot be started"):
-        run_here(job, python="/lost/python", num_procs=2, stop=stop)  # type: ignore[arg-type]
+        run_here(job, python="/lost/python", num_procs=2, stop=stop)
     assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.FAILED]
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import sys
 import time
-from typing import Any
 
 import pytest
 
@@ -96,7 +95,7 @@ def test_status_shows(case, slurm: FakeSlurm, golden: Golden):
     golden.text(f"status/{name}.txt", "\n".join([normal(text), *lines, ""]))
 
 
-def value_at(run: Any, path: str) -> Any:
+def value_at(run, path: str):
     for key in path.split("/"):
         run = None if run is None else run[key]
     return run

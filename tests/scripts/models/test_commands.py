@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -21,6 +20,7 @@ from finetune.settings import PICTURES
 from tests.scripts.models.conftest import NPZ, NUM_HEADS, SAFETENSORS, Scripts
 from tests.support.corpora.shard_folders import image_bytes
 from tests.support.golden import Golden
+from tests.support.tables import Values
 from vitscale import ShardDataset, load_model
 from vitscale.data.index import read_manifest
 
@@ -44,7 +44,7 @@ onnx: [model.onnx, vitscale.json]
 Run = tuple[Path, dict[str, list[float]]]
 
 
-def predictions(path: Path) -> list[dict[str, Any]]:
+def predictions(path: Path) -> list[Values]:
     """Rows of a table, with names instead of paths and numbers instead of text."""
     if path.suffix == ".parquet":
         rows = pq.read_table(path).to_pylist()

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from unittest import mock
 from urllib.parse import unquote, urlsplit
 
@@ -140,7 +139,7 @@ class Api(Answering):
             int(self.headers["Content-Length"] or 0)
         )
 
-    def say(self, content: Any, status: int = 200, **headers: str) -> None:
+    def say(self, content, status: int = 200, **headers: str) -> None:
         self.answer(status, json.dumps(content).encode(), headers)
 
 
@@ -188,7 +187,7 @@ def test_what_is_pushed_comes_back_in_equal_bits(
     pixels = torch.rand(2, 3, 12, 12)
     with torch.no_grad():
         assert torch.equal(load_model(HF)(pixels), own(pixels))
-        theirs: Any = timm.create_model("hf-hub:own/Tiny", pretrained=True).eval()
+        theirs = timm.create_model("hf-hub:own/Tiny", pretrained=True).eval()
         assert torch.allclose(theirs(pixels), own(pixels), atol=1e-5)
     with mock.patch.dict(scripts.starter.environment, HF_HOME=str(tmp_path / "empty")):
         hub.requests.clear()

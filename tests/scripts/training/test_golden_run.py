@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import local
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -63,7 +62,7 @@ def stored(golden: Golden, warm_starter: WarmStarter, tmp_path_factory) -> Path:
         (path / "events/node1.jsonl").write_text(
             events.replace(socket.gethostname(), "node1")
         )
-        values: Any = TINY | {"stage": "pretrain", "name": "golden"}
+        values = TINY | {"stage": "pretrain", "name": "golden"}
         values["data"] = values["data"] | {"path": "shards"}
         (path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
         for folder in step_folders(path / "checkpoints"):
@@ -81,7 +80,7 @@ def drop_facts_of_this_machine(path: Path) -> None:
     path.write_text(manifest_text(**manifest, description=kept))
 
 
-def train(starter: WarmStarter, folder: Path, *settings: str, **how: Any) -> str:
+def train(starter: WarmStarter, folder: Path, *settings: str, **how) -> str:
     return run(starter, "pretrain/main.py", folder, *SETTINGS, *settings, **how)
 
 
@@ -155,7 +154,7 @@ def test_ranks_that_open_it_share_its_verification(
     expected = open_model(init).network.state_dict()
     whole = folders.blake3_of_file
 
-    def counted(path: Path, **how: Any) -> str:
+    def counted(path: Path, **how) -> str:
         hashed.append(path)
         return whole(path, **how)
 
@@ -164,7 +163,7 @@ def test_ranks_that_open_it_share_its_verification(
         trained_model, "gather_objects", lambda value: of_thread.gather(value)
     )
 
-    def work(rank: int, gather: Any, *, blind: int | None = None) -> TrainedModel | str:
+    def work(rank: int, gather, *, blind: int | None = None) -> TrainedModel | str:
         of_thread.gather = gather
         world = replace(WORLD, rank=rank, world_size=num_ranks)
         try:
@@ -188,7 +187,7 @@ def test_replaced_samples_are_counted_since_step_0(warm_starter: WarmStarter, tm
     shards = shutil.copytree(SHARDS, tmp_path / "shards")
     index = read_split(shards, split="train")
     for sample in (1, 5):
-        with open(index.shards[index.shard_of[sample]], "r+b") as file:  # type: ignore[arg-type]
+        with open(index.shards[index.shard_of[sample]], "r+b") as file:
             file.seek(int(index.offset[sample]))
             file.write(b"\xff" * 60)
     settings = (f"data.path={shards}", "data.max_unreadable_fraction=1")

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
@@ -37,7 +36,7 @@ from tests.support.ranks.fault_runs import (
     wait_and_end_others,
 )
 from tests.support.ranks.run_states import differences, journal_rows, read_state
-from tests.support.tables import every
+from tests.support.tables import Values, every
 from tests.support.waiting import PATIENCE_S
 from vitscale.distributed.processes import free_port
 from vitscale.objectives.objective import Objective
@@ -57,7 +56,7 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
 } | {"supervised": (), "timm": ("optim.layer_decay=0.9",)}
 
 
-def way(runs: FaultRuns, name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+def way(runs: FaultRuns, name: str) -> tuple[tuple[str, ...], Values]:
     """Settings of an objective, or of fine-tuning, and how `FaultRuns` starts it."""
     if name == "fine-tuning":
         return (f"init={runs.undisturbed()}",), {"stage": "finetune"}
@@ -228,7 +227,7 @@ def test_shards_without_labels(fault_runs: FaultRuns, tmp_path):
     prepare_here(
         run_of(tmp_path / "images", tmp_path / "shards", source=source, labels=labels)
     )
-    short: dict[str, Any] = {"shards": tmp_path / "shards", "num_ranks": 1}
+    short: Values = {"shards": tmp_path / "shards", "num_ranks": 1}
     for name, code in (("masked_patch_prediction", 0), ("supervised", 2), ("mae", 2)):
         settings = [*OBJECTIVES[name], "schedule.steps=5"]
         settings += ["evaluate=[]"] if code == 0 else []

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -230,7 +229,7 @@ def sends_gradients_in_the_backward_pass(
     sizes: list[int] = []
     send = dist.all_reduce
 
-    def recorded(tensor: torch.Tensor, *given: Any, **options: Any) -> Any:
+    def recorded(tensor: torch.Tensor, *given, **options):
         if torch._C._current_graph_task_id() != -1:  # autograd runs
             sizes.append(tensor.numel())
         return send(tensor, *given, **options)

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from tests.support.tables import Values
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.checkpoint.store import read_tensors
 
@@ -22,10 +22,10 @@ class RunState:
     """The state of a run folder that no process writes to."""
 
     step: int
-    progress: dict[str, Any]
-    description: dict[str, Any]
+    progress: Values
+    description: Values
     tensors: dict[str, torch.Tensor]
-    journal: list[dict[str, Any]]
+    journal: list[Values]
 
 
 def read_state(folder: Path) -> RunState:
@@ -42,7 +42,7 @@ def read_state(folder: Path) -> RunState:
     )
 
 
-def journal_rows(folder: Path) -> list[dict[str, Any]]:
+def journal_rows(folder: Path) -> list[Values]:
     """Rows without times. The torn last line of a killed run is skipped."""
     path = folder / "journal.jsonl"
     rows = []

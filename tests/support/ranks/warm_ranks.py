@@ -93,7 +93,7 @@ class Script:
         except BaseException:
             traceback.print_exc()
             code = 1
-        threading._shutdown()  # type: ignore[attr-defined]  # as at Python's end
+        threading._shutdown()  # as at Python's end
         atexit._run_exitfuncs()
         sys.stdout.flush()
         return code
@@ -170,7 +170,7 @@ class WarmStarter:
     def __exit__(self, *_: object) -> None:
         for leader in self._leaders:
             end_session(leader)
-        self._server._stop()  # type: ignore[attr-defined]  # not in the type stubs
+        self._server._stop()  # not in the type stubs
 
     def start(
         self,
