@@ -91,7 +91,7 @@ def started(tmp_path_factory) -> Values:
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
-    found: Values = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
     assert sorted(folder.iterdir()) == before, "a script wrote files"
     assert len(found["runs"]) == len(scripts()) + len(WITH_CONFIG)
     return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from typing import Any
 
 # What programs need to be found and to reach the network; what configures pytest and its plugins;
 # which GPU, compiler and package index to use. Everything else may name a job, a server, a language
@@ -67,5 +66,5 @@ def restore_signals() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def go_on(*_: Any) -> None:
+def go_on(*_) -> None:
     """Handle a signal that this process ignores."""

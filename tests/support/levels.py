@@ -16,7 +16,7 @@ def by_level(
     cases = list(cases)
     assert {*fast, *slow} <= set(cases) and not {*fast} & {*slow}
 
-    def marks(case: Any) -> list[pytest.MarkDecorator]:
+    def marks(case) -> list[pytest.MarkDecorator]:
         if case in fast:
             return []
         return [pytest.mark.slow if case in slow else pytest.mark.exhaustive]

@@ -102,7 +102,7 @@ class _Http(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
-    def handle_error(self, *arguments: object) -> None:
+    def handle_error(self, *arguments) -> None:
         """A client that closes its connection is no error."""
 
 
@@ -111,7 +111,7 @@ class Answering(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *arguments: object) -> None:
+    def log_message(self, *arguments) -> None:
         pass
 
     def do_HEAD(self) -> None:

@@ -18,9 +18,7 @@ from torch import nn
 from tests.support.reference_training import Loss, Sample
 
 
-def supervised(
-    kind: str = "softmax", smoothing: float = 0.0, share_of: Any = None
-) -> Loss:
+def supervised(kind: str = "softmax", smoothing: float = 0.0, share_of=None) -> Loss:
     """share_of: of a pair of neighbours, what each keeps of itself (Mixup, Zhang et al. 2018)."""
 
     def loss_of(

@@ -94,7 +94,7 @@ def train(
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {name: parameter.detach().double() for name, parameter in trained.items()}
-    states: dict[str, Values] = {name: {} for name in masters}
+    states = {name: {} for name in masters}
     result = Result(average={name: value.clone() for name, value in masters.items()})
     size = global_batch // machine.ranks // machine.accumulation
     run = _prepared(model, machine)

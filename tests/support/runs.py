@@ -28,7 +28,7 @@ OTHER_SHARDS = FOLDER / "training/other_shards"
 CLASSES = ("ant", "bee", "cod")
 
 # Without dropout, whose draws depend on the processor. Two ranks accumulate two micro-batches.
-TINY: Values = yaml.safe_load(
+TINY = yaml.safe_load(
     f"""
     name: tiny
     data: {{path: {SHARDS}, global_batch: 8, num_workers: 0, crop_area: [0.5, 1.0],
@@ -93,7 +93,7 @@ def run(
 
 def journal(folder: Path, *names: str) -> dict[str, list[float]]:
     """The values of each step in the journal of a run folder, by metric; null: without them."""
-    rows: dict[int, Values] = {}
+    rows = {}
     for line in (folder / "journal.jsonl").read_text().splitlines():
         row = json.loads(line)
         rows.setdefault(row["step"], {}).update(row)

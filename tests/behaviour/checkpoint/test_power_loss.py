@@ -145,7 +145,7 @@ def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
 
         return call
 
-    moments: list[tuple[str, Any, tuple[Any, ...]]] = []
+    moments = []
     for step in (1, 2, 3):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shutil, "rmtree", rmtree)
@@ -193,7 +193,7 @@ def pruned_first(temporary: Path, final: Path) -> None:
 
 
 # Each replaces one name of `folders`.
-MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
+MUTANTS = {
     "no fsync of the tensors": (
         "write_new_file",
         partial(unflushed, suffix=".safetensors"),

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 import yaml
 
 from finetune.settings import EvaluateRun
 from pretrain.run import PretrainRun
-from tests.support.tables import Values, every
+from tests.support.tables import every
 from vitscale.config.changes import WITHOUT_EFFECT, Purpose, changed_settings
 from vitscale.config.redaction import flatten, flatten_params, redact
 from vitscale.config.section import settings_of
 from vitscale.runs.data_prep import DataPrepRun
 
-BEFORE: Values = yaml.safe_load("""
+BEFORE = yaml.safe_load("""
 name: a
 output: runs/a
 seed: 0
@@ -32,7 +32,7 @@ engine: {precision: bf16}
 results: [{top1: 0.5}]
 """)
 # Key: another value, and the purposes for which it counts.
-CASES: dict[str, tuple[Any, str]] = yaml.safe_load("""
+CASES = yaml.safe_load("""
 name: [b, resume output evaluation]
 output: [runs/b, resume evaluation]
 seed: [1, resume output chain evaluation result table]

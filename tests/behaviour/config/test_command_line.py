@@ -10,7 +10,7 @@ import pytest
 
 from finetune.settings import PredictRun
 from pretrain.run import PretrainRun
-from tests.support.tables import Values, every, refused
+from tests.support.tables import every, refused
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserErrors, run_script
 
@@ -86,7 +86,7 @@ def test_words_are_the_value_of_their_key():
     assert command("--config", "a.yaml", "1e5", words_key="output").run.output == "1e5"
     with pytest.raises(UserErrors, match=r"output: \['b', 'c'\] is a list of 2"):
         command("--config", "a.yaml", "b", "c", words_key="output")
-    texts: Values = {"program": "vitscale x", "description": ""}
+    texts = {"program": "vitscale x", "description": ""}
     argv = ["init=runs/a", "[b].jpg", "c d.png"]
     found = load_command(
         PredictRun, argv=argv, needs_config=False, words_key="images", **texts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -291,7 +290,7 @@ def test_a_key_missing_in_a_replaced_list_is_placed_in_the_new_list(here):
 # ---- writing, and anything at all ---------------------------------------------------------------
 
 
-EXTREMES: list[Any] = [
+EXTREMES = [
     None, True, 0, -1, 2**63 - 1, 1e308, 5e-324, -0.0, "", "on", "x" * 200, "a/b/c", "\U0001f600",
     [], [0], [None, None], [1e308, -1e308], {}, {"a": 1}, {"": 1}, "0/0", "B/0", "B/999999999999",
 ]  # fmt: skip

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -233,7 +232,7 @@ def first_key_of_stream(folder: Path) -> str:
     return next(tar_samples([folder / "train-000001.tar"], num_processes=1, **how))[1]
 
 
-READS: dict[str, Callable[[Path], Any]] = {
+READS = {
     "index": lambda folder: keys(read_split(folder, split="train")),
     "listing": lambda folder: tars_of_split(folder, "train", where="data.train_split"),
     "stream": first_key_of_stream,

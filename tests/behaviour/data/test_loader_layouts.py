@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.loader_runs import GLOBAL_BATCH, Run
-from tests.support.tables import Values, every
+from tests.support.tables import every
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 
 STEPS = 6
@@ -37,7 +37,7 @@ def folders(tmp_path_factory) -> Folders:
 def run_of(folders: Folders, which: str) -> Run:
     if which == "plain":
         return Run(folders[0])
-    more: Values = {
+    more = {
         "views": 2,
         "first_percent": 80,
         "mixture": [{"path": str(folders[1]), "share": 0.3}],

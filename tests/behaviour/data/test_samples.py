@@ -16,7 +16,7 @@ import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.range_server import served
-from tests.support.tables import Values, every, refused
+from tests.support.tables import every, refused
 from vitscale.config.errors import StorageError
 from vitscale.data.index import read_split
 from vitscale.data.loader import evaluation_batches
@@ -98,7 +98,7 @@ def failing(name: str, times: int = 1) -> Iterator[list[int]]:
 
 
 def streamed(folder: Path) -> StreamedSamples:
-    more: Values = {"val_split": None, "reader": "webdataset"}
+    more = {"val_split": None, "reader": "webdataset"}
     more["webdataset"] = {"num_samples": 12, "num_classes": 2}
     data = DataSettings.model_validate({"path": str(folder), "global_batch": 4} | more)
     augmentation = Augmentation(data, image_size=SIZE, seed=0)
@@ -252,7 +252,7 @@ def test_damage_that_decodes_is_found_in_every_16th_sample(shards):
 @every(fraction="null, 0.8")
 def test_evaluation_averages_areas_where_its_settings_say(shards, fraction):
     """Bilinear and bicubic as the libraries: test_pixels, test_exporting."""
-    more: Values = {}
+    more = {}
     pixels = crops.decode(evaluation(shards).index.read(2))
     height, width, _ = pixels.shape
     resized = (SIZE, SIZE)

@@ -34,7 +34,7 @@ from vitscale.tracking.journal import Journal, read_rows
 
 def test_content_is_flushed_before_the_rename_the_name_after(tmp_path, monkeypatch):
     """In any other order power loss can leave an empty file, or the old one after a commit."""
-    calls: list[tuple[str, Any]] = []
+    calls = []
     replace = os.replace
 
     def record_flush(fd: int) -> None:
@@ -197,7 +197,7 @@ def test_an_error_of_any_node_is_raised_on_all_ranks(error, failing, kind, text)
             raise error
         return rank
 
-    def one(rank: int, gather: Any) -> UserError:
+    def one(rank: int, gather) -> UserError:
         with pytest.raises(UserError) as caught:
             once_per_node(
                 lambda: make(rank), is_maker=rank % PER_NODE == 0, gather=gather

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from tests.support.tables import Values, every, refused
+from tests.support.tables import every, refused
 from vitscale.engine.engine import deepspeed_config, resolve_precision
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.models import costs
@@ -101,7 +101,7 @@ def test_one_fp32_rank_copies_nothing_for_unsharded_stages():
     assert stages(FP32, 1) == [0, 0, 0, 3]
     # bf16 weights with fp32 originals compute differently from autocast at stage 0.
     assert stages(FP32, 2) == stages(BF16, 1) == [0, 1, 2, 3]
-    options: Values = {"world_size": 1, "precision": "fp32", "micro_batch": 1}
+    options = {"world_size": 1, "precision": "fp32", "micro_batch": 1}
     options |= {"optimizer_bytes": 8, "activation_checkpointing": False, "costs": costs}
     arch = ViTSettings(preset="Ti/16").resolved(num_classes=10)
     found = [

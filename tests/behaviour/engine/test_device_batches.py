@@ -34,7 +34,7 @@ def events(monkeypatch) -> list[str]:
     kernels = SimpleNamespace(wait_stream=lambda other: found.append("wait for copies"))
 
     @contextlib.contextmanager
-    def stream(own: object) -> Iterator[None]:
+    def stream(own) -> Iterator[None]:
         assert own is copies
         found.append("on the stream of copies")
         yield
@@ -44,7 +44,7 @@ def events(monkeypatch) -> list[str]:
         found.append(f"copy {batch.labels[0]}")
         return batch
 
-    def kept(tensor: torch.Tensor, used_by: object) -> None:
+    def kept(tensor: torch.Tensor, used_by) -> None:
         assert used_by is kernels
         found.append("keep until its kernels ran")
 

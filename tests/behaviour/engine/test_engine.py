@@ -39,7 +39,7 @@ from tests.support.engine.reference_cases import (
 from tests.support.ranks.fault_runs import wait_all
 from tests.support.ranks.warm_ranks import ROOT, WarmStarter
 from tests.support.reference_training import Machine, rate_at
-from tests.support.tables import Values, every, refused, rows
+from tests.support.tables import every, refused, rows
 from vitscale.config.errors import RankError
 from vitscale.distributed.world import World
 from vitscale.engine import deepspeed_parts, gradients
@@ -180,7 +180,7 @@ def test_an_update_asks_little_more_of_the_host_than_a_plain_loop(
     """In bf16, at the depth of B/16; a group for each layer costs what it costs in torch."""
 
     def task(**optim) -> Task:
-        run: Values = {
+        run = {
             "stage": "pretrain",
             "name": "calls",
             "data": {"path": "none", "global_batch": 2},

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pyarrow as pa
@@ -413,7 +413,7 @@ def test_examples_show_each_wrong_class_once():
 
 
 def test_equal_classes_and_confusions_have_the_order_of_labels(tmp_path, monkeypatch):
-    drawn: list[Any] = []
+    drawn = []
     monkeypatch.setattr(Confusion, "_draw", lambda *each: drawn.extend(each[2]))
     logits = torch.eye(4)[[3, 2, 1, 0, 0]]
     subject = given_outputs(logits, [2, 1, 0, 0, 3], folder=tmp_path)

@@ -76,7 +76,7 @@ def saved(folder: Path, model: TrainedModel) -> Path:
 
 
 def evaluation(init: Path, shards: Path, evaluate: list[Values], **data) -> EvaluateRun:
-    values: Values = yaml.safe_load(
+    values = yaml.safe_load(
         "{name: x, tracking: {uri: null}, compute: {device: cpu, batch: 4}}"
     )
     values |= {"init": str(init), "output": f"{init}-results", "evaluate": evaluate}

@@ -335,7 +335,7 @@ def test_transformers_sees_the_pixels_of_timm(tmp_path, to, resize):
     reference = timm_pixels(exported(tmp_path / "timm", "timm", how), PHOTO)
     folder = exported(tmp_path / "out", to, how)
     # transformers' default backend differs from Pillow by one level; timm's wrapper has none.
-    options: Values = {"backend": "pil"} if to == "huggingface" else {}
+    options = {"backend": "pil"} if to == "huggingface" else {}
     processor = AutoImageProcessor.from_pretrained(folder, **options)
     found = levels(processor(PHOTO, return_tensors="pt")["pixel_values"][0])
     assert (found - reference).abs().max() <= 1

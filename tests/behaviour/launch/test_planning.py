@@ -31,14 +31,14 @@ from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.data.index import read_split, sample_keys
 
-SECTIONS: Values = yaml.safe_load("""
+SECTIONS = yaml.safe_load("""
 name: x
 model: {preset: Ti/16}
 optim: {lr: 0.001}
 schedule: {steps: 100, warmup_steps: 10}
 launch: {cpus_per_task: 3}
 """)
-DATA: Values = {"path": "shards", "global_batch": 4, "val_split": None}
+DATA = {"path": "shards", "global_batch": 4, "val_split": None}
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,7 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path):
     shards = write_shard_folder(tmp_path / "s", num_per_class=8, num_shards=1)
     names = sample_keys(read_split(shards, split="train"), range(3))
     (tmp_path / "keys.txt").write_text("\n".join([*names, "unknown"]))
-    data: Values = {"path": str(shards), "global_batch": 2}
+    data = {"path": str(shards), "global_batch": 2}
     rows = plan(data=data | {"only_keys": f"{tmp_path}/keys.txt"})
     assert rows["data"].startswith("3 training images, from ")
     assert (
@@ -157,7 +157,7 @@ def test_tars_without_an_index_are_enough_for_the_loader_processes(
     tasks, nodes, workers, refused
 ):
     """On the largest number of nodes that a job may get."""
-    data: Values = {
+    data = {
         "reader": "webdataset",
         "num_workers": workers,
         "global_batch": 8,

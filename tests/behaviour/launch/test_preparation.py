@@ -15,7 +15,7 @@ import yaml
 from launch.jobs.preparation import check_job, job_folder, prepare_job, submitting
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, _say_once, sbatch_text, submit_to_slurm
-from tests.support.tables import Values, every, refused
+from tests.support.tables import every, refused
 from vitscale.config.errors import UserError
 from vitscale.config.packaged import RECORD_NAME, source_version
 from vitscale.runs.data_prep import DataPrepRun
@@ -202,7 +202,7 @@ OVERRIDES = dict(
     WORLD_SIZE=8 LOCAL_RANK=3
     """.split()
 )
-OF_SITE: Values = yaml.safe_load("""
+OF_SITE = yaml.safe_load("""
 SBATCH_ACCOUNT: [other, {account: mine}]
 SBATCH_PARTITION: [login, {partition: gpu}]
 SBATCH_MEM_PER_NODE: [100M, {mem_gb: 8}]
@@ -242,7 +242,7 @@ def seen_by_sbatch(tmp_path, monkeypatch) -> Iterator[Submit]:
 def test_variables_of_the_shell_override_nothing_that_a_run_says(
     seen_by_sbatch: Submit, monkeypatch, capsys
 ):
-    says: Values = {}
+    says = {}
     for name, (value, setting) in OF_SITE.items():
         monkeypatch.setenv(name, value)
         says |= setting

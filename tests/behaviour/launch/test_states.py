@@ -29,7 +29,7 @@ from launch.jobs.states import (
 )
 from tests.support.levels import skip_or_fail
 from tests.support.run_folders import logged_run
-from tests.support.tables import Values, every, lines, refused, rows
+from tests.support.tables import every, lines, refused, rows
 from vitscale.config.errors import UserError
 from vitscale.distributed.events import (
     FAILED,
@@ -86,7 +86,7 @@ class RunFolder:
 
 
 def job(state: str, *, reason: str | None = None, **more) -> QueuedJob:
-    values: Values = {
+    values = {
         "job_id": JOB, "submitted_id": JOB, "state": state, "reason": reason, "start": None,
         "nodes": None, "submitted": NOW - 720, "script": f"/else/where/{SCRIPT}",
     }  # fmt: skip

@@ -215,7 +215,7 @@ def test_folders_are_read_by_timm_and_here(tmp_path, name):
         assert (found.arch, found.classes) == (loaded.arch, loaded.classes)
         assert found.preprocessing.mean == how["mean"]
         assert torch.equal(found.network(images()), loaded.network(images()))
-    options: Values = {} if name == "test_convnext" else {"img_size": 96}
+    options = {} if name == "test_convnext" else {"img_size": 96}
     theirs = timm.create_model(
         f"local-dir:{tmp_path / 'timm'}", pretrained=True, **options
     ).eval()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -324,9 +323,7 @@ def test_the_objective_takes_further_inputs(model):
 
 def test_logits_are_in_fp32_in_a_model_in_bf16(model):
     """Near -10, where bf16 has steps of 0.06; also under autocast, as at ZeRO stage 0."""
-    heads: list[Any] = [
-        module for module in model.modules() if isinstance(module, InFp32)
-    ]
+    heads = [module for module in model.modules() if isinstance(module, InFp32)]
     assert len(heads) == (2 if "heads" in model.known_outputs else 1)
     originals: dict[str, torch.Tensor] = {}
     for head in heads:

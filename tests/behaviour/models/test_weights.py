@@ -21,7 +21,7 @@ from torch import nn
 
 from tests.support.engine.small_models import export, small_model
 from tests.support.golden import FOLDER
-from tests.support.tables import Values, every, refused, rows
+from tests.support.tables import every, refused, rows
 from vitscale.evaluation.trained_model import TrainedModel, open_model
 from vitscale.models.costs import num_parameters
 from vitscale.models.settings import ViTSettings
@@ -391,7 +391,7 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path):
     whole = npz(tmp_path / "whole.npz", big_vision(tmp_path)).read_bytes()
     torch.save(STATE, tmp_path / "whole.pth")
     middle = len(whole) // 2
-    bad: Values = {
+    bad = {
         "cut.npz": whole[:middle],
         # zip's own checksum detects a byte that changed.
         "changed.npz": whole[:middle]

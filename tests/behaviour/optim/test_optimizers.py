@@ -10,7 +10,7 @@ import copy
 import pytest
 import torch
 
-from tests.support.tables import Values, every, rows
+from tests.support.tables import every, rows
 from vitscale.optim import optimizers
 from vitscale.optim.optimizers import (
     Bf16MomentumAdamW,
@@ -124,7 +124,7 @@ def test_a_model_of_several_chunks_is_updated_once(monkeypatch):
     random = torch.Generator().manual_seed(0)
     slow = torch.randn(5, 4, generator=random).double().unbind()
     fast = [value.clone() for value in slow]
-    options: Values = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
     # Seven elements a chunk: borders fall between and within parameters.
     reference = torch.optim.Adam(slow, **options)
     optimizer = Lamb(fast, **options)

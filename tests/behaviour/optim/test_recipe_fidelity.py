@@ -43,7 +43,7 @@ def resolved(run: TrainingRun) -> Values:
     schedule = run.schedule
     plan = training_plan(run, world_size=1, num_samples=data.planned_num_samples or 0)
     # A term that is one setting is read as it is.
-    values: Values = {}
+    values = {}
     for key, path in PLAIN.items():
         section, name = path.split(".")
         values[key] = getattr(getattr(run, section), name, None)
@@ -130,7 +130,7 @@ def augmentation(augment, mixing) -> Values:
 
 def published(entry: Values) -> Values:
     """All keys of an entry of published_recipes.yaml."""
-    keys: Values = {}
+    keys = {}
     for base in entry.get("base", ()):
         keys |= published(TABLE["papers"][base])
     return keys | {key: value for key, value in entry.items() if key != "base"}

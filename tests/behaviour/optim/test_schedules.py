@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
@@ -31,7 +29,7 @@ def test_decay_from_the_start_is_timms_cosine():
         optimizer, t_initial=50, lr_min=1e-5, warmup_t=5, warmup_lr_init=1e-6
     )
 
-    def ours(epoch: int, decay_from: Any) -> float:
+    def ours(epoch: int, decay_from) -> float:
         schedule = ScheduleSettings(final_lr=1e-5, decay_from=decay_from)
         return learning_rate(
             625 * epoch, schedule, peak=3e-4, warmup_steps=3125, total_steps=31_250

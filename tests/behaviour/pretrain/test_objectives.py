@@ -36,7 +36,7 @@ from vitscale.training.session import build_model
 
 MAE = {"name": "mae", "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2}
 MASKED = {"name": "masked_patch_prediction"}
-RUN: Values = yaml.safe_load("""
+RUN = yaml.safe_load("""
 name: x
 data: {path: s, global_batch: 8}
 model: {width: 16, depth: 1, num_heads: 2, mlp_width: 24, patch_size: 4, image_size: 16}
@@ -257,7 +257,7 @@ def test_predictions_equal_an_independent_forward_pass(options):
 # ---- MAE -----------------------------------------------------------------------------------------
 
 DECODER = {"width": 8, "depth": 2, "num_heads": 2}
-SMALL: Values = yaml.safe_load("""
+SMALL = yaml.safe_load("""
 {image_size: 12, patch_size: 4, width: 16, depth: 2, num_heads: 2, mlp_width: 24, gelu: erf}
 """)
 FIXED = {"positions": "sincos2d_mae", "weight_init": "mae"}

@@ -29,7 +29,7 @@ HOSTILE = (
 
 def script_with(field: str, text: str) -> str | None:
     """The batch script with a hostile text in one field; None if it is refused."""
-    values: dict[str, dict[str, object]] = {
+    values = {
         "srun_args": {"srun_args": [f"--x={text}"]},
         "sbatch value": {"sbatch": {"mail-user": text}},
         "sbatch option": {"sbatch": {text: True}},
@@ -93,7 +93,7 @@ def test_no_field_runs_as_shell(tmp_path):
 
 
 def run(**changes: dict[str, object]) -> PretrainRun:
-    sections: dict[str, dict[str, object]] = {
+    sections = {
         "data": {"path": "shards", "global_batch": 8},
         "model": {"preset": "B/16"},
         "optim": {"lr": 1e-3},

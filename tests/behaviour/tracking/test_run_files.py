@@ -20,7 +20,7 @@ from launch.comparison.page import render
 from launch.comparison.runs import load_runs
 from launch.comparison.sync import sync
 from tests.support.range_server import Answering, listening
-from tests.support.tables import Values, every
+from tests.support.tables import every
 from vitscale.config.errors import UserError
 from vitscale.config.redaction import short_reason
 from vitscale.tracking.journal import MAX_LINE_BYTES, read_rows
@@ -221,7 +221,7 @@ def hostile_server(
             self.rfile.read(int(self.headers["content-length"] or 0))
             path = self.path.partition("?")[0]
             asked.append(path)
-            answer: Values = {}
+            answer = {}
             if path.endswith("runs/search"):
                 answer = {"runs": []}
             elif path.endswith("experiments/search"):

@@ -52,7 +52,7 @@ def open_tracker(mlflow_database: Path, tmp_path, monkeypatch) -> Open:
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         settings = {"uri": f"sqlite:///{mlflow_database}", "system_metrics": False}
         settings |= changes.pop("settings", {})
-        arguments: Values = {
+        arguments = {
             "name": "digits",
             "stage": "pretrain",
             "tags": {},
@@ -152,7 +152,7 @@ def test_what_a_run_shows_is_without_secrets(
     version = SourceVersion(commit="c" * 40, patch=patch)
     set_version(monkeypatch, version)
     said: list[str] = []
-    how: Values = {"tags": {"model": "B/16"}, "note": "**What:** http://u:p@h"}
+    how = {"tags": {"model": "B/16"}, "note": "**What:** http://u:p@h"}
     changes = {"tags": {"optim": "a"}, "also": ("tensorboard", "wandb")}
     with open_tracker(settings=changes, say=said.append, **how) as tracker:
         log_steps(tracker, range(1, 3))

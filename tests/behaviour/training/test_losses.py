@@ -38,7 +38,7 @@ def test_losses_equal_the_papers_formulas(kind, shares):
     random = torch.Generator().manual_seed(0)
     logits = (torch.randn(8, 7, generator=random) - 6.9).bfloat16()
     labels = torch.tensor([0, 1, 3, 3, 1, 6, 2, 5])
-    options: Values = {"kind": kind}
+    options = {"kind": kind}
     if kind != "bce":
         options["smoothing"] = 1e-2
     right = supervised(**options, share_of=shares and (lambda pair: shares[pair]))

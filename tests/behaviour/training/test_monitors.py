@@ -54,7 +54,7 @@ class Ranks:
     """What rank 0 gathers: its own, and what `others` send; and what it prints."""
 
     def __init__(self) -> None:
-        self.others: list[Any] = []
+        self.others = []
         self.sent = None
         self.lines: list[str] = []
 

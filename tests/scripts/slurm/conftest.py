@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -93,7 +92,7 @@ class SlurmCluster:
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def script(self, name: str, *arguments: object, cwd: Path, **more: str) -> str:
+    def script(self, name: str, *arguments, cwd: Path, **more: str) -> str:
         return self.run([sys.executable, ROOT / name, *arguments], cwd=cwd, **more)
 
     def job(self, job_id: str) -> dict[str, str]:
@@ -315,7 +314,7 @@ def submit(
     folder = tmp_path / "slurm"
     folder.mkdir()
 
-    def submit_script(text: str, **changes: Any) -> Submission:
+    def submit_script(text: str, **changes) -> Submission:
         script = folder / "main.py"
         config = folder / "config.yaml"
         script.write_text(textwrap.dedent(text))

@@ -107,7 +107,7 @@ def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards, tmp_path):
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
-    def start(script: str, name: str, *more: object) -> str:
+    def start(script: str, name: str, *more) -> str:
         settings = (
             "--config", ROOT / "configs/digits/pretrain.yaml", f"name={name}",
             f"data.path={digits_shards}", "data.val_split=null", "evaluate=[]", "tracking.uri=null",

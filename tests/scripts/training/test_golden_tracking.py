@@ -36,7 +36,7 @@ def folder(mlflow_database: Path) -> Path:
     return mlflow_database.parent
 
 
-def train(starter: WarmStarter, folder: Path, *more: str, **how: Any) -> None:
+def train(starter: WarmStarter, folder: Path, *more: str, **how) -> None:
     more = (*SETTINGS, f"tracking.uri=sqlite:///{folder / 'mlflow.db'}", *more)
     run(starter, "pretrain/main.py", folder, *more, num_ranks=2, **how)
 

@@ -12,7 +12,6 @@ import math
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -67,7 +66,7 @@ def shrunk(run: PretrainRun | FinetuneRun) -> list[str]:
     """Overrides that make the model tiny, at twice or thrice its patch a side."""
     if run.model.name == "timm":
         return [f"model.model={SMALL_IN_TIMM[run.model.model]}", "model.image_size=32"]
-    arch: Any = run.model.resolved(num_classes=10)
+    arch = run.model.resolved(num_classes=10)
     side = 2 if run.stage == "pretrain" else 3
     sizes = [
         "model.width=32",
@@ -81,7 +80,7 @@ def shrunk(run: PretrainRun | FinetuneRun) -> list[str]:
 @cache
 def in_bf16() -> set[str]:
     """The first recipe of each combination of what computes in the precision of the run."""
-    first: dict[tuple[object, ...], str] = {}
+    first = {}
     for name, run in recipes().items():
         model = run.model
         optim = run.optim

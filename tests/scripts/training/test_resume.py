@@ -227,7 +227,7 @@ def test_shards_without_labels(fault_runs: FaultRuns, tmp_path):
     prepare_here(
         run_of(tmp_path / "images", tmp_path / "shards", source=source, labels=labels)
     )
-    short: Values = {"shards": tmp_path / "shards", "num_ranks": 1}
+    short = {"shards": tmp_path / "shards", "num_ranks": 1}
     for name, code in (("masked_patch_prediction", 0), ("supervised", 2), ("mae", 2)):
         settings = [*OBJECTIVES[name], "schedule.steps=5"]
         settings += ["evaluate=[]"] if code == 0 else []

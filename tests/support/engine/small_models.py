@@ -13,7 +13,7 @@ from tests.support.tables import Values
 from vitscale.evaluation.trained_model import Preprocessing, TrainedModel
 from vitscale.models.registry import MODELS
 
-SIZES: dict[str, Values] = {
+SIZES = {
     "vit": {
         "image_size": 16,
         "patch_size": 4,

@@ -107,16 +107,16 @@ class FaultRuns:
             own_environment=own,
         )
 
-    def run(self, folder: Path, *settings: str, **how: Any) -> list[int]:
+    def run(self, folder: Path, *settings: str, **how) -> list[int]:
         return wait_all(self.start(folder, *settings, **how))
 
-    def finish(self, folder: Path, *settings: str, **how: Any) -> RunState:
+    def finish(self, folder: Path, *settings: str, **how) -> RunState:
         ranks = self.start(folder, *settings, **how)
         codes = wait_all(ranks)
         assert set(codes) == {0}, (codes, ranks[0].output())
         return read_state(folder / "run")
 
-    def undisturbed(self, *settings: str, **how: Any) -> Path:
+    def undisturbed(self, *settings: str, **how) -> Path:
         """The run folder of a training without a fault, which tests must not change."""
         key = (*settings, *map(str, how.values()))
         if key not in self._undisturbed:
@@ -125,10 +125,10 @@ class FaultRuns:
             self._undisturbed[key] = folder / "run"
         return self._undisturbed[key]
 
-    def uninterrupted(self, *settings: str, **how: Any) -> RunState:
+    def uninterrupted(self, *settings: str, **how) -> RunState:
         return read_state(self.undisturbed(*settings, **how))
 
-    def assert_resumes_exactly(self, folder: Path, *settings: str, **how: Any) -> str:
+    def assert_resumes_exactly(self, folder: Path, *settings: str, **how) -> str:
         """Resume; assert that the end equals an uninterrupted training's. Returns the output."""
         ours = self.finish(folder, *settings, **how)
         assert differences(ours, self.uninterrupted(*settings, **how)) == []

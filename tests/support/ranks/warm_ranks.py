@@ -167,7 +167,7 @@ class WarmStarter:
             self._server.ensure_running()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_) -> None:
         for leader in self._leaders:
             end_session(leader)
         self._server._stop()  # not in the type stubs
