@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 import torch
 
 from data_prep.sources.protocol import printable
@@ -36,16 +35,15 @@ ZEROS = bytes(65 * MIB)
 ONE_PAGE = {"use_dictionary": ["image"], "dictionary_pagesize_limit": 1 << 30}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+@every(
+    make=[
         lambda path: parquet(path, [ZEROS], ["a"]),
         lambda path: parquet(path, [ZEROS] * 3, ["a"] * 3, **ONE_PAGE),
         # The footer says 30 MiB: the cell is stored once.
         lambda path: parquet(path, [ZEROS[: 30 * MIB]] * 9, ["a"] * 9, **ONE_PAGE),
         lambda path: parquet(path, [ZEROS[:MIB]] * 99, ["a"] * 99, row_group_size=1),
         lambda path: parquet(path, [b"x"] * 2, ["a" * (70 * MIB), "b"]),
-    ],
+    ]
 )
 def test_tables_that_unpack_to_far_more_are_refused(make, tmp_path):
     make(tmp_path / "x.parquet")
@@ -70,11 +68,8 @@ def test_sound_tables_are_read_whatever_their_size(tmp_path):
     rng = np.random.default_rng(0)
     cells = [rng.bytes(MIB) for _ in range(70)]
     path = parquet(tmp_path / "x.parquet", [*cells, cells[0], cells[0]], ["a"] * 72)
-    assert [row.data for row in listed(opened("parquet", path))] == [
-        *cells,
-        cells[0],
-        cells[0],
-    ]
+    found = [row.data for row in listed(opened("parquet", path))]
+    assert found == [*cells, cells[0], cells[0]]
 
 
 def deflated(path: Path, members: dict[str, bytes]) -> Path:
@@ -123,53 +118,42 @@ def endless_view(path: Path) -> Path:
     return path
 
 
-@every(
-    make=[
-        lambda folder: deflated(folder / "x.npz", {"a.npy": npy(np.zeros(20 * MIB))}),
-        lambda folder: deflated(
-            folder / "x.npz", {f"{n}.npy": npy(np.zeros(MIB)) for n in range(20)}
-        ),
-        lambda folder: overlapping(folder / "x.npz"),
-        lambda folder: repacked(folder / "x.pth", {"x": torch.zeros(20 * MIB)}),
-        lambda folder: repacked(
-            folder / "x.bin", {"x": torch.zeros(40 * MIB, dtype=torch.half)}
-        ),
-        lambda folder: endless_view(folder / "x.pt"),
-    ]
-)
-def test_weights_that_unpack_to_far_more_are_refused(make, tmp_path):
-    with refused(r"x\.\w+: unpacks to .* times its size"):
-        read_tensors(make(tmp_path))
+def many_arrays(path: Path) -> Path:
+    return deflated(path, {f"{n}.npy": npy(np.zeros(MIB)) for n in range(20)})
+
+
+WEIGHTS = {
+    "one.npz": lambda path: deflated(path, {"a.npy": npy(np.zeros(20 * MIB))}),
+    "many.npz": many_arrays,
+    "overlapping.npz": overlapping,
+    "fp32.pth": lambda path: repacked(path, {"x": torch.zeros(20 * MIB)}),
+    "fp16.bin": lambda path: repacked(path, {"x": torch.zeros(40 * MIB).half()}),
+    "view.pt": endless_view,
+}
+
+
+@every(name=WEIGHTS)
+def test_weights_that_unpack_to_far_more_are_refused(name, tmp_path):
+    with refused(f"{name}: unpacks to .* times its size"):
+        read_tensors(WEIGHTS[name](tmp_path / name))
 
 
 def test_published_forms_of_weights_are_read(tmp_path):
     """Stored and deflated, with a head of zeros and weights that are tied."""
     weight = torch.randn(1 << 20)
     tensors = {"a": weight, "tied": weight, "head": torch.zeros(1 << 20)}
-    np.savez(
-        tmp_path / "a.npz", **{name: each.numpy() for name, each in tensors.items()}
-    )
-    np.savez_compressed(
-        tmp_path / "b.npz", **{name: each.numpy() for name, each in tensors.items()}
-    )
+    arrays = {name: each.numpy() for name, each in tensors.items()}
+    np.savez(tmp_path / "a.npz", **arrays)
+    np.savez_compressed(tmp_path / "b.npz", **arrays)
     torch.save({"model": tensors}, tmp_path / "c.pth")
     torch.save(tensors, tmp_path / "d.bin", _use_new_zipfile_serialization=False)
     for path in sorted(tmp_path.iterdir()):
         found = read_tensors(path)
-        assert all(torch.equal(found[name], each) for name, each in tensors.items()), (
-            path
-        )
+        for name, each in tensors.items():
+            assert torch.equal(found[name], each), path
 
 
-NAMES = [
-    "x\x1b]0;owned\x07.png",
-    "a\x1b[2J",
-    "b\x9b31m",
-    "line\nbreak",
-    "\r over",
-    "tab\t",
-    "\x7f",
-]
+NAMES = r'"x\e]0;owned\a.png", "a\e[2J", "b\x9b31m", "line\nbreak", "\r over", "tab\t", "\x7f"'
 
 
 @every(name=NAMES)

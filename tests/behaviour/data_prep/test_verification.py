@@ -165,26 +165,30 @@ def test_other_index_columns_are_refused(shards):
     assert not any(text.startswith("train") for text in found), "the tars are sound"
 
 
-@pytest.mark.parametrize(
-    "change, is_found",
-    [
-        (lambda rows: rows[1].update(key="other"), True),
-        (lambda rows: rows[1].update(split="val"), True),
-        (lambda rows: rows[1].update(status="rejected"), True),
-        (lambda rows: rows[1].update(status="repaired"), False),
-        (lambda rows: rows.reverse(), True),
-        (lambda rows: rows[0].update(key=None), True),
-        (lambda rows: rows.append(rows[0]), True),
-    ],
-)
+# Changes of the first row or of the second, and of their order.
+@rows("""
+- [number, change, is_found]
+- [1, {key: other}, true]
+- [1, {split: val}, true]
+- [1, {status: rejected}, true]
+- [1, {status: repaired}, false]
+- [0, {key: null}, true]
+- [null, reversed, true]
+- [null, doubled, true]
+""")
 @every(batch_rows="1, 2, 1000")
 def test_the_samples_of_ledger_and_index_are_compared_in_pieces(
-    shards, change, is_found, batch_rows, monkeypatch
+    shards, number, change, is_found, batch_rows, monkeypatch
 ):
     monkeypatch.setattr("data_prep.verification.BATCH_ROWS", batch_rows)
     assert findings(shards) == []
     rows = pq.read_table(shards / "ledger.parquet").to_pylist()
-    change(rows)
+    if change == "reversed":
+        rows.reverse()
+    elif change == "doubled":
+        rows.append(rows[0])
+    else:
+        rows[number] |= change
     table = pa.Table.from_pylist(rows, schema=pq.read_schema(shards / "ledger.parquet"))
     pq.write_table(table, shards / "ledger.parquet", row_group_size=3)
     what = (

@@ -15,11 +15,11 @@ import pytest
 
 from launch.jobs.attempts import begin_attempt, read_attempts
 from tests.support.ranks.thread_ranks import run_ranks
+from tests.support.tables import every, rows
 from tests.support.waiting import ROOT, wait_until
 from vitscale.config.errors import (
     EXIT_CODES,
     FailureKind,
-    NodeError,
     StorageError,
     UserError,
     UserErrors,
@@ -89,10 +89,9 @@ def fill(folder: Path) -> Path:
                 return path
 
 
-@pytest.mark.parametrize(
-    ("do", "code"), [("print", 0), ("write", EXIT_CODES[FailureKind.STORAGE])]
-)
-def test_a_rank_prints_on_a_full_disk(small_disk, tmp_path, do, code):
+@every(do="print, write")
+def test_a_rank_prints_on_a_full_disk(small_disk, tmp_path, do):
+    code = EXIT_CODES[FailureKind.STORAGE] if do == "write" else 0
     fill(small_disk)
     with open(small_disk / "log", "ab") as log:
         done = subprocess.run(
@@ -173,28 +172,28 @@ def test_columns_pickle_as_their_path_and_parts_as_arrays():
         assert np.array_equal(pickle.loads(pickle.dumps(array)), array)
 
 
-@pytest.mark.parametrize(
-    ("error", "failing", "kind", "text"),
-    [
-        # What all nodes find is bad input; what one finds is its own fault.
-        (UserError("no index"), (0, 4, 8), UserError, "no index"),
-        (UserErrors([UserError("a"), UserError("b")]), (0, 4, 8), UserErrors, "a\nb"),
-        (UserError("no index"), (4,), NodeError, "rank 4 on {node}: no index"),
-        (
-            UserErrors([UserError("a"), UserError("b")]),
-            (0,),
-            NodeError,
-            "rank 0 on {node}: a\nb",
-        ),
-        (UserError("no index"), (4, 8), NodeError, "rank 4 on {node}: no index"),
-        (StorageError("no index"), (8,), StorageError, "rank 8 on {node}: no index"),
-        (StorageError("no index"), (0, 4, 8), StorageError, "no index"),
-    ],
-)
+FOUND = {
+    "one": UserError("no index"),
+    "two": UserErrors([UserError("a"), UserError("b")]),
+    "storage": StorageError("no index"),
+}
+
+
+# What all nodes find is bad input; what some find is their own fault.
+@rows(r"""
+- [error, failing, kind, text]
+- [one, [0, 4, 8], UserError, no index]
+- [two, [0, 4, 8], UserErrors, "a\nb"]
+- [one, [4], NodeError, "rank 4 on {node}: no index"]
+- [two, [0], NodeError, "rank 0 on {node}: a\nb"]
+- [one, [4, 8], NodeError, "rank 4 on {node}: no index"]
+- [storage, [8], StorageError, "rank 8 on {node}: no index"]
+- [storage, [0, 4, 8], StorageError, no index]
+""")
 def test_an_error_of_any_node_is_raised_on_all_ranks(error, failing, kind, text):
     def make(rank: int) -> int:
         if rank in failing:
-            raise error
+            raise FOUND[error]
         return rank
 
     def one(rank: int, gather) -> UserError:
@@ -205,12 +204,10 @@ def test_an_error_of_any_node_is_raised_on_all_ranks(error, failing, kind, text)
         return caught.value
 
     raised = run_ranks(3 * PER_NODE, one)
-    assert {type(each) for each in raised} == {kind}
+    assert {type(each).__name__ for each in raised} == {kind}
     assert {str(each) for each in raised} == {text.format(node=node_name())}
-    if kind is NodeError:
-        culprits = {
-            (each.rank, each.node) for each in raised if isinstance(each, NodeError)
-        }
+    if kind == "NodeError":
+        culprits = {(each.rank, each.node) for each in raised}
         assert culprits == {(failing[0], node_name())}
 
 

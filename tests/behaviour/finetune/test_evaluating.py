@@ -42,6 +42,10 @@ PROBES, LOGITS = yaml.safe_load("""
 """)
 
 
+def keys_of(numbers: str, split: str) -> list[str]:
+    return [f"{split}-c{int(number) % 3}-{number}" for number in numbers.split()]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -187,13 +191,13 @@ def test_images_that_cannot_be_read_are_neither_right_nor_wrong(
             file.seek(int(index.offset[number]))
             file.write(bytes(int(index.length[number])))
     lines, rows = predicted(saved(tmp_path / "model", animals()), damaged, tmp_path)
-    assert [row["image"] for row in rows] == TEST
+    assert [row["image"] for row in rows] == keys_of("0 1 2 3 4 5", "test")
     assert [row["label"] for row in rows] == [*CLASSES, *CLASSES]
     assert [bool(row["error"]) for row in rows] == [not row["class_1"] for row in rows]
     right = sum(row["label"] == row["class_1"] for row in rows)
     assert lines[0].endswith(": 6 images, 4 of them unreadable")
     assert lines[1] == f"top-1 {right / 2:.2%} of 2 images with a label"
-    assert [line.split(": ")[1] for line in lines[2:5]] == TEST[:3]
+    assert [line.split(": ")[1] for line in lines[2:5]] == keys_of("0 1 2", "test")
     assert lines[5:] == ["... 1 more, with the reason in column error"]
 
 
@@ -320,13 +324,13 @@ def test_a_metric_that_is_no_number_is_null_in_json(tmp_path):
 @pytest.mark.parametrize("probe", PROBES, ids=[each["name"] for each in PROBES])
 def test_probes_never_learn_from_the_images_they_are_scored_on(shards, tmp_path, probe):
     folder = saved(tmp_path / "model", animals())
-    for data, number in (
-        ({"val_split": "train"}, 18),
-        ({"train_split": "test"}, 6),
-        ({"val_split": "train", "first_percent": 50}, 9),
-        ({"val_split": "train", "dev_percent": 50}, 9),
-        ({"train_split": "test", "mixture": [{"path": str(shards), "share": 0.5}]}, 6),
-    ):
+    for data, number in yaml.safe_load(f"""
+    - [{{val_split: train}}, 18]
+    - [{{train_split: test}}, 6]
+    - [{{val_split: train, first_percent: 50}}, 9]
+    - [{{val_split: train, dev_percent: 50}}, 9]
+    - [{{train_split: test, mixture: [{{path: {shards}, share: 0.5}}]}}, 6]
+    """):
         with refused(f"{probe['name']}: {number} of the .* it learns from"):
             evaluate_run(evaluation(folder, shards, [probe], **data), WORLD)
     # The cut of one split shares no image.
@@ -346,48 +350,37 @@ def evaluated(run: Path, *words: str) -> EvaluateRun:
     return found
 
 
-TRAIN = [f"train-c{i % 3}-{i}" for i in range(18)]
-TEST = [f"test-c{i % 3}-{i}" for i in range(6)]
-KEYS = [TRAIN[3], TRAIN[7], TRAIN[8]]
+# Settings of a run, and its images by the numbers in their keys: those of the bank, and those that
+# are evaluated, which are of the split `test` unless the training set was cut.
+SETTINGS = """
+- [data, bank, images, split]
+- [{}, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17, 0 1 2 3 4 5, test]
+- [{first_percent: 50.0}, 0 1 2 3 4 5 6 7 8, 0 1 2 3 4 5, test]
+- [{only_classes: [dog]}, 1 4 7 10 13 16, 1 4, test]
+- [{only_keys: KEYS}, 3 7 8, 0 1 2 3 4 5, test]
+- [{dev_percent: 50.0}, 0 1 2 3 4 5 6 7 8, 9 10 11 12 13 14 15 16 17, train]
+- [{dev_percent: 50.0, first_percent: 50.0, val_split: null}, 0 1 2 3 4, 5 6 7 8, train]
+- [{dev_percent: 50.0, only_classes: [dog]}, 1 4 7, 10 13 16, train]
+- [{mixture: MORE}, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 0 1 2, 0 1 2 3 4 5, test]
+"""
 
 
-@pytest.mark.parametrize(
-    ("data", "bank", "images"),
-    [
-        ({}, TRAIN, TEST),
-        ({"first_percent": 50.0}, TRAIN[:9], TEST),
-        ({"only_classes": ["dog"]}, TRAIN[1::3], TEST[1::3]),
-        ({"only_keys": "KEYS"}, KEYS, TEST),
-        ({"dev_percent": 50.0}, TRAIN[:9], TRAIN[9:]),
-        (
-            {"dev_percent": 50.0, "first_percent": 50.0, "val_split": None},
-            TRAIN[:5],
-            TRAIN[5:9],
-        ),
-        ({"dev_percent": 50.0, "only_classes": ["dog"]}, TRAIN[1:9:3], TRAIN[10::3]),
-        ({"mixture": "MORE"}, [*TRAIN, "train-c0-0", "train-c1-1", "train-c2-2"], TEST),
-    ],
-)
+@rows(SETTINGS)
 def test_a_run_is_evaluated_on_the_images_it_was_evaluated_on(
-    shards,
-    mixed_in,
-    tmp_path,
-    data,
-    bank,
-    images,
+    shards, mixed_in, tmp_path, data, bank, images, split
 ):
-    (tmp_path / "keys.txt").write_text("\n".join(KEYS))
-    given = {
-        "KEYS": str(tmp_path / "keys.txt"),
-        "MORE": [{"path": str(mixed_in), "share": 0.1}],
-    }
-    data = {k: given.get(v, v) if isinstance(v, str) else v for k, v in data.items()}
+    listed = tmp_path / "keys.txt"
+    listed.write_text("\n".join(keys_of("3 7 8", "train")))
+    if "only_keys" in data:
+        data = {"only_keys": str(listed)}
+    if "mixture" in data:
+        data = {"mixture": [{"path": str(mixed_in), "share": 0.1}]}
     data = {"path": str(shards), "train_split": "train", "val_split": "test", **data}
     evaluate = [{"name": "knn", "every_steps": 5}, {"name": "classification"}]
     run = run_folder(tmp_path / "base", data=data, evaluate=evaluate)
     train, val = splits(evaluated(run))
-    assert [key for part in train for key in _keys(part)] == bank
-    assert _keys(val) == images
+    assert [key for part in train for key in _keys(part)] == keys_of(bank, "train")
+    assert _keys(val) == keys_of(images, split)
 
 
 def _keys(index) -> list[str]:
@@ -395,23 +388,17 @@ def _keys(index) -> list[str]:
 
 
 def test_words_on_the_command_line_win_over_the_run(shards, mixed_in, tmp_path):
-    data = {
-        "path": str(shards),
-        "train_split": "train",
-        "val_split": "test",
-        "dev_percent": 50.0,
-    }
-    config = {
-        "data": data,
-        "evaluate": [{"name": "knn"}],
-        "engine": {"precision": "bf16"},
-    }
+    config = yaml.safe_load(f"""
+    data: {{path: {shards}, train_split: train, val_split: test, dev_percent: 50.0}}
+    evaluate: [{{name: knn}}]
+    engine: {{precision: bf16}}
+    """)
     run = run_folder(tmp_path / "base", **config)
     assert evaluated(run).compute.precision == "bf16"
     assert evaluated(run).data.evaluated == "the last 50 % of 'train'"
     # Another split, without the dev part in the bank; other shards, whole.
     train, val = splits(evaluated(run, "data.val_split=test"))
-    assert (len(_keys(train[0])), _keys(val)) == (9, TEST)
+    assert (len(_keys(train[0])), _keys(val)) == (9, keys_of("0 1 2 3 4 5", "test"))
     train, val = splits(evaluated(run, f"data.path={mixed_in}"))
     assert (len(_keys(train[0])), len(_keys(val))) == (3, 3)
 
