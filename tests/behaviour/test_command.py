@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.tree import ROOT
-from tests.support.tables import refused
+from tests.support.tables import lines, refused
 from vitscale import command
 from vitscale.command import COMMANDS, PREPARE
 from vitscale.config.loader import read_values
@@ -39,26 +39,25 @@ def started(monkeypatch) -> list[str]:
 
 # What is typed, and what is started. No script may take a run without a configuration for one of
 # another stage.
-STARTED = """\
-pretrain vit_b16 seed=1 -> launch/local.py --config vit_b16 seed=1
-pretrain --num-procs 2 vit_b16 -> launch/local.py --config vit_b16 --num-procs 2
-finetune --config=pets_384 -> launch/local.py --config pets_384
-pretrain vit_b16 --print-config -> launch/local.py --config vit_b16 --print-config
-pretrain --help optim -> pretrain/main.py --help optim
-finetune init=runs/a -> finetune/main.py init=runs/a
-evaluate init=runs/a -> launch/local.py init=runs/a
-predict init=runs/a cat.jpg -> finetune/predict.py init=runs/a cat.jpg
-prepare shards data/digits -> data_prep/make_shards.py --config data/digits
-prepare verify runs/a -> data_prep/verify_shards.py runs/a
-launch chains/demo --dry-run -> launch/slurm.py --config chains/demo --dry-run
-launch --local chains/demo -> launch/local.py --config chains/demo
-compare sync runs/a -> launch/compare.py sync runs/a
+STARTED = """
+words | expected
+pretrain vit_b16 seed=1 | launch/local.py --config vit_b16 seed=1
+pretrain --num-procs 2 vit_b16 | launch/local.py --config vit_b16 --num-procs 2
+finetune --config=pets_384 | launch/local.py --config pets_384
+pretrain vit_b16 --print-config | launch/local.py --config vit_b16 --print-config
+pretrain --help optim | pretrain/main.py --help optim
+finetune init=runs/a | finetune/main.py init=runs/a
+evaluate init=runs/a | launch/local.py init=runs/a
+predict init=runs/a cat.jpg | finetune/predict.py init=runs/a cat.jpg
+prepare shards data/digits | data_prep/make_shards.py --config data/digits
+prepare verify runs/a | data_prep/verify_shards.py runs/a
+launch chains/demo --dry-run | launch/slurm.py --config chains/demo --dry-run
+launch --local chains/demo | launch/local.py --config chains/demo
+compare sync runs/a | launch/compare.py sync runs/a
 """
 
 
-@pytest.mark.parametrize(
-    "words, expected", [line.split(" -> ") for line in STARTED.splitlines()]
-)
+@lines(STARTED)
 def test_each_command_starts_its_script(words, expected, started):
     command.start(words.split())
     assert started == expected.split()
@@ -71,27 +70,28 @@ def test_the_script_itself_runs_as_a_rank(started, monkeypatch):
 
 
 def test_all_commands_have_scripts():
-    scripts = [
-        script for script, _ in [*COMMANDS.values(), *PREPARE.values()] if script
-    ]
-    assert len(scripts) == 15 and all((ROOT / script).is_file() for script in scripts)
+    found = [*COMMANDS.values(), *PREPARE.values()]
+    scripts = [ROOT / script for script, _ in found if script]
+    assert len(scripts) == 15 and all(script.is_file() for script in scripts)
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("pretrian", "did you mean pretrain?"),
-        ("prepare shard", "did you mean shards?"),
-        ("pretrain vit_b61", "no configuration vit_b61\n.*did you mean vit_b16, "),
-        ("finetune b16", "did you mean .*deit/b16"),
-        ("pretrain pets_384", "stage finetune\n  next: vitscale finetune pets_384"),
-        ("pretrain chains/demo", "next: vitscale launch --local chains/demo"),
-        ("configs copy nothing", "no packaged configuration"),
-        ("configs dei3", "no name contains dei3\n.*`vitscale configs` lists all"),
-        ("completion tcsh", "no 'tcsh'\n.*bash, zsh, fish"),
-        ("completion", "a word is missing\n.*bash, zsh, fish"),
-    ],
-)
+# Words, and a pattern in the error.
+WRONG = r"""
+words | message
+pretrian | did you mean pretrain\?
+prepare shard | did you mean shards\?
+pretrain vit_b61 | no configuration vit_b61\n.*did you mean vit_b16,
+finetune b16 | did you mean .*deit/b16
+pretrain pets_384 | stage finetune\n  next: vitscale finetune pets_384
+pretrain chains/demo | next: vitscale launch --local chains/demo
+configs copy nothing | no packaged configuration
+configs dei3 | no name contains dei3\n.*`vitscale configs` lists all
+completion tcsh | no 'tcsh'\n.*bash, zsh, fish
+completion | a word is missing\n.*bash, zsh, fish
+"""
+
+
+@lines(WRONG)
 def test_wrong_words_get_a_next_step(words, message, started):
     with refused(message):
         command.start(words.split())
@@ -133,16 +133,14 @@ def test_help_imports_nothing_slow():
     assert not slow & set(done.stdout.splitlines()[-1].split())
 
 
-@pytest.mark.parametrize(
-    "words, follower",
-    [
-        *(("pretr", "pretrain"), ("prepare sh", "shards"), ("completion fi", "fish")),
-        *(
-            ("finetune finetune/p", "finetune/pets_384"),
-            ("launch --local chains/d", "chains/demo"),
-        ),
-    ],
-)
+@lines("""
+words | follower
+pretr | pretrain
+prepare sh | shards
+completion fi | fish
+finetune finetune/p | finetune/pets_384
+launch --local chains/d | chains/demo
+""")
 def test_bash_completes_words(words, follower):
     script = f"""
         vitscale() {{ {sys.executable} -m vitscale.command "$@"; }}

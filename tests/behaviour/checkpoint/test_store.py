@@ -16,7 +16,7 @@ import torch
 
 from tests.support.light_checkpoints import flip
 from tests.support.ranks.thread_ranks import run_ranks
-from tests.support.tables import every, refused
+from tests.support.tables import every, refused, rows
 from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint import folders, store
 from vitscale.checkpoint.folders import (
@@ -226,18 +226,10 @@ def test_store_waits_for_its_last_save(tmp_path, world: World, monkeypatch, stop
         assert any("not committed" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value"),
-    [
-        (torch.float32, float("nan")),
-        (torch.bfloat16, float("inf")),
-        (torch.float16, -float("inf")),
-    ],
-)
-def test_state_that_is_not_finite_is_not_committed(
-    tmp_path, world: World, dtype, value
-):
+@rows("[[name, value], [float32, .nan], [bfloat16, .inf], [float16, -.inf]]")
+def test_state_that_is_not_finite_is_not_committed(tmp_path, world: World, name, value):
     """One value of many; no run recovers from it, and retention would remove the last good step."""
+    dtype = getattr(torch, name)
     before = save(tmp_path, world, step=1)
     store = CheckpointStore(tmp_path, keep=1, world=world)
     momentum = torch.arange(1000.0).to(dtype)
@@ -365,15 +357,13 @@ def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
         assert (folder / ".lock").read_text().startswith("process ")
 
 
-@pytest.mark.parametrize(
-    ("num_starts", "flock", "left_behind"),
-    [
-        (2, "missing", ""),
-        (5, "missing", "job 3 on " + "a-long-name" * 9),
-        (2, "of one node", "job 3 on n7"),
-        (5, "of one node", ""),
-    ],
-)
+@rows("""
+- [num_starts, flock, left_behind]
+- [2, missing, '']
+- [5, missing, job 3 on a-long-name-a-long-name-a-long-name-a-long-name-a-long-name-a-long-name]
+- [2, of one node, job 3 on n7]
+- [5, of one node, '']
+""")
 def test_of_starts_at_the_same_moment_one_gets_the_folder(
     folder, monkeypatch, flock, num_starts, left_behind
 ):

@@ -136,26 +136,26 @@ def test_any_text_gives_values_or_errors(text):
 # ---- files ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"a: \xff\n", "b.yaml: is not UTF-8 text"),
-        (b"#" * ((1 << 20) + 1), "b.yaml: is larger than 1 MiB"),
-        (b"- 1\n", "b.yaml: contains a list instead of keys and values"),
-        (
-            b"stage: [pretrain]\n",
-            "b.yaml:1: stage: ['pretrain'] is not a stage of this script",
-        ),
-        (b"base: [a.yaml]\n", "b.yaml:1: base: ['a.yaml'] is a list"),
-        (b"# card\nbase: A.yml\n", "b.yaml:2: base: there is no file A.yml"),
-        (b"base: no/a.yaml\n", "b.yaml:1: base: there is no file no/a.yaml"),
-        (b"base: .\n", "b.yaml:1: base: cannot be read: Is a directory"),
-    ],
-)
-def test_unreadable_file_is_one_error(here, data, message):
-    (here / "b.yaml").write_bytes(data)
+@rows(r"""
+- [text, message]
+- ["a: \xff\n", "b.yaml: is not UTF-8 text"]
+- ["- 1\n", "b.yaml: contains a list instead of keys and values"]
+- ["stage: [pretrain]\n", "b.yaml:1: stage: ['pretrain'] is not a stage of this script"]
+- ["base: [a.yaml]\n", "b.yaml:1: base: ['a.yaml'] is a list"]
+- ["# card\nbase: A.yml\n", "b.yaml:2: base: there is no file A.yml"]
+- ["base: no/a.yaml\n", "b.yaml:1: base: there is no file no/a.yaml"]
+- ["base: .\n", "b.yaml:1: base: cannot be read: Is a directory"]
+""")
+def test_unreadable_file_is_one_error(here, text, message):
+    (here / "b.yaml").write_bytes(text.encode("latin1"))
     (error,) = errors_of("b.yaml")
     assert error.startswith(message)
+
+
+def test_a_file_above_one_mebibyte_is_refused(here):
+    (here / "b.yaml").write_bytes(b"#" * ((1 << 20) + 1))
+    (error,) = errors_of("b.yaml")
+    assert error.startswith("b.yaml: is larger than 1 MiB")
 
 
 @every(data=[b"", b"# nothing\n"])

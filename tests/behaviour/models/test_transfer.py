@@ -9,7 +9,6 @@ import math
 from functools import partial
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from scipy.ndimage import zoom
@@ -31,7 +30,6 @@ SMALL = ViTSettings(
     image_size=16, patch_size=4, width=24, depth=1, num_heads=2, mlp_width=40
 )
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(5))
-DISTILLED = {"distillation_token": True}
 
 
 def shaken(*, num_classes: int = 5, **changes) -> ViT:
@@ -57,15 +55,13 @@ def transfer(target: ViT, source: ViT, *, computed=None, **options) -> list[str]
     return transfer_weights(target, found, grid=grid, convention="google", **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "prefix"),
-    [
-        ({"num_registers": 2}, 0),
-        ({"num_registers": 2, "pool": "gap"}, 0),
-        ({}, 1),
-        (DISTILLED, 2),
-    ],
-)
+@rows("""
+- [options, prefix]
+- [{num_registers: 2}, 0]
+- [{num_registers: 2, pool: gap}, 0]
+- [{}, 1]
+- [{distillation_token: true}, 2]
+""")
 def test_tokens_carry_over_to_another_grid(options, prefix):
     source = shaken(**options)
     target = shaken(**options, image_size=24)
@@ -87,9 +83,8 @@ def test_heads_stay_fresh_unless_kept():
     target = shaken(depth=1)
     fresh = target.head.weight.clone()
     transfer(target, source)
-    assert torch.equal(target.head.weight, fresh) and torch.equal(
-        target.cls_token, source.cls_token
-    )
+    assert torch.equal(target.head.weight, fresh)
+    assert torch.equal(target.cls_token, source.cls_token)
     transfer(target, source, keep_head=True)
     assert torch.equal(target(IMAGES), source(IMAGES))
     with refused(r"head.weight: model \(3, 24\), checkpoint \(5, 24\)"):

@@ -296,30 +296,23 @@ def under(prefix: str) -> dict[str, torch.Tensor]:
     return {f"{prefix}{name}": value for name, value in STATE.items()}
 
 
-CHUNKED = {n.replace("blocks.0.", "blocks.0.0."): v for n, v in STATE.items()}
+OF_MAE = {"optimizer": {"state": {0: {"step": 1}}}, "epoch": 3, "args": ARGS}
+PARAMETERS = {name: torch.nn.Parameter(value) for name, value in STATE.items()}
+CONTENTS = {
+    "mae": {"model": STATE, **OF_MAE},
+    "timm": {"state_dict": under("module.")},
+    "dino": {"student": {}, "teacher": under("module.backbone."), "epoch": 1},
+    "dinov2": {"teacher": under("backbone.") | HEADS_OF_DINO},
+    "parameters": {"model": PARAMETERS},
+    "chunks": {n.replace("blocks.0.", "blocks.0.0."): v for n, v in STATE.items()},
+}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        {
-            "model": STATE,
-            "optimizer": {"state": {0: {"step": 1}}},
-            "epoch": 3,
-            "args": ARGS,
-        },
-        {"state_dict": under("module.")},
-        {"student": {}, "teacher": under("module.backbone."), "epoch": 1},
-        {"teacher": under("backbone.") | HEADS_OF_DINO},
-        {"model": {name: torch.nn.Parameter(value) for name, value in STATE.items()}},
-        CHUNKED,
-    ],
-    ids=["mae", "timm", "dino", "dinov2", "parameters", "chunks"],
-)
-@every(kind="zip, old")
-def test_files_of_trainers_load_as_their_weights(tmp_path, content, kind):
+@every(kind="zip, old", trainer=CONTENTS)
+def test_files_of_trainers_load_as_their_weights(tmp_path, trainer, kind):
     path = tmp_path / "model.pth"
-    torch.save(content, path, _use_new_zipfile_serialization=kind != "old")
+    is_zip = kind == "zip"
+    torch.save(CONTENTS[trainer], path, _use_new_zipfile_serialization=is_zip)
     found = read_weights(path)
     assert found.grid == (3, 3)
     assert found.tensors.keys() - {"mask_token"} == STATE.keys()

@@ -16,6 +16,7 @@ from launch.comparison.page import render
 from launch.comparison.runs import ComparedRun
 from tests.support.corpora.indexing import run
 from tests.support.levels import skip_or_fail
+from tests.support.tables import lines
 from tests.support.waiting import PATIENCE_S, ROOT
 from vitscale.tracking.journal import Row
 from vitscale.tracking.settings import TrackingSettings
@@ -108,19 +109,17 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path, mlflow_database):
     assert f"MLflow run {run_id}" in found.stdout and "0.875" in found.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "no run given"),
-        (("small-lr", "--filter", "params.seed = '7'"), "both runs and --filter"),
-        (("--filter", "params.seed = '7'"), "no run with metrics matches"),
-        (("stored", "--uri", "mlruns"), "'mlruns' is not a tracking URI"),
-        (("small-lr", "--output", "/proc/none/x.html"), "cannot be written"),
-        (("small-lr", "--output", "x.pdf"), "'x.pdf' is not an HTML file"),
-    ],
-)
-def test_bad_input_is_reported_with_exit_code_2(root, arguments, message):
-    done = run_compare(root, *arguments)
+@lines("""
+words|message
+|no run given
+small-lr --filter params.seed='7'|both runs and --filter
+--filter params.seed='7'|no run with metrics matches
+stored --uri mlruns|'mlruns' is not a tracking URI
+small-lr --output /proc/none/x.html|cannot be written
+small-lr --output x.pdf|'x.pdf' is not an HTML file
+""")
+def test_bad_input_is_reported_with_exit_code_2(root, words, message):
+    done = run_compare(root, *words.split())
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
 

@@ -12,6 +12,7 @@ import yaml
 
 from tests.support.ranks.fault_runs import FaultRuns, output, wait_all
 from tests.support.ranks.run_states import journal_rows
+from tests.support.tables import rows
 from tests.support.waiting import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -79,25 +80,14 @@ def check_outside(run: Path, folder: Path, *, prefix: str) -> dict[str, float]:
     return dict(outside)
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "evaluate"),
-    [
-        ("mae", 0, FEATURES),
-        ("mae", 3, FEATURES),
-        ("masked", 3, FEATURES),
-        ("distillation", 3, BLOCKS),
-    ],
-)
+@rows("[[name, stage], [mae, 0], [mae, 3], [masked, 3], [distillation, 3]]")
 def test_features_in_training_equal_those_outside(
-    fault_runs: FaultRuns,
-    supervised,
-    tmp_path,
-    name,
-    stage,
-    evaluate,
+    fault_runs: FaultRuns, supervised, tmp_path, name, stage
 ):
+    evaluate = FEATURES
     words = (*OBJECTIVES[name], "optim.ema=null", f"engine.zero_stage={stage}")
     if name == "distillation":
+        evaluate = BLOCKS
         words += (f"objective.teacher.weights={supervised}",)
     run = train(fault_runs, tmp_path / "a", evaluate, *words)
     evaluate_run(fault_runs, tmp_path / "b", run)
