@@ -88,7 +88,7 @@ def test_every_private_name_is_listed():
 @every(name=PRIVATE)
 def test_deepspeed_defines_the_name(name):
     spec = importlib.util.find_spec("deepspeed")
-    assert spec is not None and spec.origin is not None
+    assert spec.origin is not None
     assert name in (Path(spec.origin).parent / PRIVATE[name]).read_text()
 
 

@@ -49,7 +49,7 @@ EXTERNAL = set(
 
 def _tracked() -> set[str]:
     """Every file and folder of the tree that git knows or would add."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    command = "git ls-files --cached --others --exclude-standard".split()
     names = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout

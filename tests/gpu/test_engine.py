@@ -134,7 +134,7 @@ def test_a_save_waits_for_no_kernel_and_moves_bit_for_bit(
         assert store._host_copy._buffer.is_pinned()
         store.wait()
         checkpoint, _ = store.newest()
-    assert checkpoint is not None and checkpoint.step == 4
+    assert checkpoint.step == 4
     stored = read_tensors(checkpoint.files)
     restore_engine(second.engine, checkpoint)
     state = second.engine.export_state()

@@ -56,7 +56,7 @@ def installed_wheel(folder: Path) -> tuple[Path, Path]:
         shutil.copytree(
             ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so")
         )
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in "pyproject.toml setup.py README.md LICENSE".split():
         shutil.copy(ROOT / name, source / name)
     subprocess.run([sys.executable, "-c", BUILD_SDIST], cwd=source, check=True)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

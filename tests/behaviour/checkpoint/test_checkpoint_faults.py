@@ -45,7 +45,6 @@ def strace() -> str:
     works = found and subprocess.run([found, "-o", os.devnull, "true"]).returncode == 0
     if not works:
         skip_or_fail("strace is missing or may not trace: apt-get install strace")
-    assert found is not None
     return found
 
 

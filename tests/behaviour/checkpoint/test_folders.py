@@ -81,7 +81,7 @@ def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage):
     save(tmp_path, 1)
     damaged(damage, save(tmp_path, 2))
     checkpoint, complaints = newest_checkpoint(checkpoints)
-    assert checkpoint is not None and checkpoint.step == 1
+    assert checkpoint.step == 1
     assert len(complaints) == 1 and "skipping damaged checkpoint" in complaints[0]
     assert "next:" not in complaints[0]  # the older one is taken without being asked
     (checkpoints / "step-00000001").rename(tmp_path / "away")
@@ -96,7 +96,7 @@ def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage):
     (tmp_path / "away").rename(checkpoints / "step-00000001")
     save(tmp_path, 2)
     checkpoint, complaints = newest_checkpoint(checkpoints)
-    assert checkpoint is not None and checkpoint.step == 2 and complaints == []
+    assert checkpoint.step == 2 and complaints == []
 
 
 def test_an_outage_of_storage_is_no_damage(tmp_path, monkeypatch):
@@ -116,7 +116,7 @@ def test_an_outage_of_storage_is_no_damage(tmp_path, monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(atomic_files.time, "sleep", pauses.append)
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
-    assert checkpoint is not None and checkpoint.step == 2 and complaints == []
+    assert checkpoint.step == 2 and complaints == []
     left[0] = 100
     with pytest.raises(StorageError, match=r"cannot be read \(Stale file handle\)"):
         newest_checkpoint(tmp_path / "checkpoints")
@@ -168,7 +168,7 @@ def test_retention_counts_whole_earlier_steps_alone(tmp_path):
     light_save(folder.parent, step=3, keep=2)
     assert [path.name[-1] for path in sorted(folder.parent.iterdir())] == [*"1345"]
     checkpoint, complaints = newest_checkpoint(folder.parent)
-    assert checkpoint is not None and checkpoint.step == 3 and len(complaints) == 2
+    assert checkpoint.step == 3 and len(complaints) == 2
 
 
 def test_files_are_verified_from_disk_before_the_commit(tmp_path, monkeypatch):

@@ -42,7 +42,6 @@ def save(folder: Path, world: World, *, step: int, keep: int = 3) -> Path:
     tensors = {"model.a": torch.full((3,), float(step)), "exp_avg.a": torch.arange(3.0)}
     store.save(tensors, step=step, progress={"n": step}, description={"grid": [1, 2]})
     committed = store.wait()
-    assert committed is not None
     return committed.folder
 
 
@@ -80,7 +79,7 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
     assert store.take_committed() is None and newest_checkpoint(store.folder)[0] is None
     writing.set()
     committed = store.wait()
-    assert committed is not None and committed.step == 1 and committed.warnings == ()
+    assert committed.step == 1 and committed.warnings == ()
     assert store.wait() is None and store.take_committed() is None, "taken twice"
     checkpoint = read_checkpoint(committed.folder)
     assert torch.equal(read_tensors(checkpoint.files)["model.a"], torch.zeros(1000))
@@ -194,7 +193,7 @@ def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
     for step in (1, 2):
         ours.save(tensors, step=step, progress={}, description={}, before_commit=flush)
         found = ours.wait()
-        assert found is not None and found.step == step
+        assert found.step == step
         warning = "warning: journal.jsonl: not flushed before a commit (I/O error)"
         assert found.warnings == (() if error is None else (warning,))
     assert committed == [[], ["step-00000001"]]
@@ -262,7 +261,7 @@ def test_save_that_reads_back_differently_is_refused(
     with refused("does not match its hash"):
         save(tmp_path, world, step=2, keep=1)
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
-    assert checkpoint is not None and checkpoint.step == 1 and complaints == []
+    assert checkpoint.step == 1 and complaints == []
 
 
 def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world: World, monkeypatch):

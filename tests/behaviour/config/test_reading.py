@@ -72,7 +72,7 @@ SCALARS = {
     "1:30": "1:30", "1e": "1e", ".inf": ".inf", "1e999": "1e999", "9" * 20: "9" * 20,
     "2024-01-01": "2024-01-01", "'1'": "1", '"true"': "true", "=": "=",
     "[1, a, null]": [1, "a", None], "{a: {b: 1}, 1: c}": {"a": {"b": 1}, "1": "c"},
-    **{word: word for word in ("on", "off", "yes", "no", "y", "N")},
+    **{word: word for word in "on off yes no y N".split()},
 }  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def test_a_file_above_one_mebibyte_is_refused(here):
 def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(here, data):
     (here / "b.yaml").write_bytes(data)
     missing = [text.splitlines()[0].split(": ")[1] for text in errors_of("b.yaml")]
-    assert missing == ["name", "data", "model", "optim", "schedule"]
+    assert missing == "name data model optim schedule".split()
     # As Windows writes files.
     (here / "b.yaml").write_bytes(
         b"\xef\xbb\xbf" + VALID.replace("\n", "\r\n").encode()

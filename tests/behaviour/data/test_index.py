@@ -82,7 +82,7 @@ def test_a_split_is_read_without_the_others(shards):
     assert index.length.tolist() == [row["length"] for row in rows]
     assert index.label.tolist() == [0, 1] * 10 and index.classes == ("cat", "dog")
     hashes = [int.from_bytes(row["blake3"][:8], "little") for row in rows]
-    assert index.hash_prefix is not None and index.hash_prefix.tolist() == hashes
+    assert index.hash_prefix.tolist() == hashes
     assert keys(index) == NAMES
 
 
@@ -216,7 +216,7 @@ def flaky(monkeypatch) -> Callable[[str, int, int], list[str]]:
         for owner, function in (
             *(
                 (Path, function)
-                for function in ("read_bytes", "stat", "is_dir", "is_file")
+                for function in "read_bytes stat is_dir is_file".split()
             ),
             *((pq, function) for function in ("read_table", "ParquetFile")),
             (os, "listdir"),

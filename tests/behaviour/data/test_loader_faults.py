@@ -256,7 +256,6 @@ def child(shards: Path, end: str) -> tuple[subprocess.Popen[str], list[int]]:
     command = [sys.executable, "-c", CHILD, str(shards), end]
     more = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "start_new_session": True}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **more)
-    assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) == 3
     return process, pids

@@ -99,13 +99,9 @@ def overlapping(path: Path) -> Path:
     with zipfile.ZipFile(path, "a") as file:
         for number in range(1, 30):
             again = zipfile.ZipInfo(f"{number}.npy")
-            for field in (
-                "header_offset",
-                "compress_size",
-                "file_size",
-                "CRC",
-                "compress_type",
-            ):
+            for (
+                field
+            ) in "header_offset compress_size file_size CRC compress_type".split():
                 setattr(again, field, getattr(file.filelist[0], field))
             file.filelist.append(again)
             file.NameToInfo[again.filename] = again

@@ -300,7 +300,7 @@ def test_a_line_is_for_one_image(text, tmp_path):
     with refused("list:1: fits an image of another split"):
         listed_classes(tmp_path, text)
     # The folders tell them apart.
-    expected = dict(zip(names, ["cat", "dog", "dog", "cat"], strict=True))
+    expected = dict(zip(names, "cat dog dog cat".split(), strict=True))
     text = written([["x/" + name, expected[name]] for name in names])
     (tmp_path / "list").write_text(text)
     rows = inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))

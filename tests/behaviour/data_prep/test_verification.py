@@ -208,9 +208,7 @@ def test_memory_does_not_grow_with_the_samples(tmp_path, monkeypatch):
     names = [f"train-n01440764-n01440764_{number}" for number in range(num)]
     tars = [f"train-{number // per_tar:06d}.tar" for number in range(num)]
     columns = {"key": names, "split": ["train"] * num, "shard": tars}
-    columns |= {
-        name: [1] * num for name in ("offset", "length", "label", "width", "height")
-    }
+    columns |= {name: [1] * num for name in "offset length label width height".split()}
     columns |= {"format": ["jpg"] * num, "blake3": [bytes(32)] * num}
     write_index(folder, tables=[pa.table(columns, schema=INDEX_SCHEMA)])
     ledger = {name: [None] * num for name in schema.names}

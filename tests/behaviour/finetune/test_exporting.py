@@ -190,7 +190,7 @@ def test_other_logits_leave_nothing(to, shift, tmp_path, monkeypatch):
 def test_formats_are_the_choices_and_name_missing_packages(monkeypatch):
     assert tuple(EXPORTS) == get_args(ExportRun.model_fields["to"].annotation)
     monkeypatch.setitem(sys.modules, "onnx", None)
-    for to in ("timm", "huggingface", "npz", "safetensors"):
+    for to in "timm huggingface npz safetensors".split():
         check_packages(to)
     with refused("to=onnx: needs onnx") as caught:
         check_packages("onnx")

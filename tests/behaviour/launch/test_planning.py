@@ -212,7 +212,7 @@ def test_an_evaluation_can_be_submitted():
 def test_a_run_that_fits_has_no_finding():
     found = checked()
     assert {check.result for check in found.values()} == {"ok"}, found
-    assert list(found) == ["configuration", "data", "loader", "cores", "disk"]
+    assert list(found) == "configuration data loader cores disk".split()
     assert found["data"].detail == "train: 16 samples in 4 shards; as in the manifest"
     assert found["loader"].detail.startswith(
         "2.0 shards and 8 samples for each of 1 rank(s) x 2"

@@ -23,7 +23,7 @@ from vitscale.runs.launching import LaunchSettings
 
 
 def git(root: Path, *arguments: str) -> None:
-    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    identity = "-c user.name=n -c user.email=e@example.org".split()
     subprocess.run(["git", "-C", str(root), *identity, *arguments], check=True)
 
 
@@ -49,7 +49,6 @@ def root(tmp_path) -> Path:
 
 def copy_of(root: Path, folder: Path) -> Path:
     copy = kept_code(LaunchSettings(), folder, root=root)
-    assert copy is not None
     return copy
 
 

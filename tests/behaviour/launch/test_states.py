@@ -392,13 +392,13 @@ def here(tmp_path, monkeypatch) -> Path:
         file = tmp_path / "runs" / path
         file.parent.mkdir(parents=True)
         file.touch()
-    for folder in ("runs/submitted/slurm", "runs/mlartifacts/1", "images", "vit"):
+    for folder in "runs/submitted/slurm runs/mlartifacts/1 images vit".split():
         (tmp_path / folder).mkdir(parents=True)
     return tmp_path
 
 
 def test_runs_are_found_by_name_and_by_folder(here, monkeypatch):
-    names = ["chain/a", "chain/b", "submitted", "vit"]
+    names = "chain/a chain/b submitted vit".split()
     assert find_runs([]) == [Path("runs") / name for name in names]
     assert find_runs(["vit", "runs/vit"]) == [Path("runs/vit")]
     assert find_runs(["chain"]) == [Path("runs/chain/a"), Path("runs/chain/b")]

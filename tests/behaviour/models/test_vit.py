@@ -41,11 +41,9 @@ def shaken(**changes):
             parameter.add_(
                 torch.randn(parameter.shape, generator=random).double() * 0.05
             )
-            if name.split(".")[0] in (
-                "patch_embed",
-                "cls_token",
-                "pos_embed",
-                "reg_token",
+            if (
+                name.split(".")[0]
+                in "patch_embed cls_token pos_embed reg_token".split()
             ):
                 parameter.mul_(0.02)
     return model
@@ -163,7 +161,7 @@ def test_deit_initialisation():
         distillation_token=True,
     )
     weights = dict(model.named_parameters())
-    normal = ["cls_token", "dist_token", "pos_embed", "blocks.1.attn.qkv.weight"]
+    normal = "cls_token dist_token pos_embed blocks.1.attn.qkv.weight".split()
     for name in (*normal, "blocks.0.mlp.fc1.weight", "head.weight", "head_dist.weight"):
         assert weights[name].std().item() == pytest.approx(0.02, rel=0.2), name
     assert not torch.equal(weights["head.weight"], weights["head_dist.weight"])

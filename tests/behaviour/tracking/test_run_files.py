@@ -150,7 +150,7 @@ def test_mlflow_gets_files_of_the_run_alone(name, attack, run, secret, mlflow_da
 @every(attack=ATTACKS)
 @every(
     name=[
-        *("config.yaml", "journal.jsonl", "events/n1.jsonl", "classes.json"),
+        *"config.yaml journal.jsonl events/n1.jsonl classes.json".split(),
         "slurm/1/a.failed_starts",
     ]
 )

@@ -195,7 +195,7 @@ def test_what_a_run_shows_is_without_secrets(
 def test_a_run_that_mlflow_lost_is_sent_again(open_tracker: Open, store: Store):
     with open_tracker() as tracker:
         log_steps(tracker, range(1, 5))
-    for table in ("metrics", "latest_metrics", "params", "tags", "runs"):
+    for table in "metrics latest_metrics params tags runs".split():
         store.execute(f"delete from {table}")
     with open_tracker(resume_step=4) as tracker:
         log_steps(tracker, range(5, 7))
@@ -273,13 +273,13 @@ def test_a_copy_is_completed_and_made_once(folder, store: Store, mlflow_database
     def content() -> list[Any]:
         tables = [
             select(store, f"* from {each}")
-            for each in ("runs", "metrics", "params", "tags")
+            for each in "runs metrics params tags".split()
         ]
         files = artifact(mlflow_database, "").rglob("*")
         return [*tables, [(path, path.stat().st_mtime_ns) for path in files]]
 
     record = read_record(folder)
-    assert record is not None and (record.status, record.experiment) == (
+    assert (record.status, record.experiment) == (
         "FINISHED",
         "copies",
     )

@@ -115,7 +115,7 @@ def contents(folder: Path) -> Values:
     ledger = pq.read_table(folder / "ledger.parquet").to_pylist()
     index = pq.read_table(folder / "index.parquet").to_pylist()
     outcomes = [
-        [row[name] for name in ("split", "path", "status", "reason")] for row in ledger
+        [row[name] for name in "split path status reason".split()] for row in ledger
     ]
     return {
         "tars": {

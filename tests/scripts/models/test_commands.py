@@ -164,7 +164,7 @@ def test_unreadable_images_do_not_end_the_command(
     """Images of folders are read in order; hidden and other files are left out."""
     below = tmp_path / "in/below"
     (below / ".hidden").mkdir(parents=True)
-    for name in ("../a.jpg", "b.JPG", "d.jpg", ".hidden/x.jpg", ".y.jpg", "notes.txt"):
+    for name in "../a.jpg b.JPG d.jpg .hidden/x.jpg .y.jpg notes.txt".split():
         (below / name).write_bytes(image_bytes("jpg", seed=1))
     (below / "c.jpg").write_bytes(b"\xff\xd8\xff no image")
     (below / "e.jpg").touch()

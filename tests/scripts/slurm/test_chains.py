@@ -55,7 +55,7 @@ stages:
   - {name: evaluate, config: evaluate.yaml, inputs: {data.path: shards, init: finetune}}
 """
 RUNS = [
-    *("shards", "pretrain", "finetune/lr-0.01", "finetune/lr-0.001"),
+    *"shards pretrain finetune/lr-0.01 finetune/lr-0.001".split(),
     *("evaluate/lr-0.01", "evaluate/lr-0.001"),
 ]
 

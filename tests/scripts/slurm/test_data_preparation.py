@@ -69,13 +69,9 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path):
         (logs / f"{array}_{task}_0_log.out").read_text() for task in range(NUM_TASKS)
     ]
     found = [task["JobState"] for task in ended]
-    assert found == ["COMPLETED", "COMPLETED", "CANCELLED", "COMPLETED"], "\n".join(
-        texts
-    )
+    assert found == "COMPLETED COMPLETED CANCELLED COMPLETED".split(), "\n".join(texts)
     assert {task["NodeList"] for task in ended} == {"n1", "n2"}
-    assert [task["Restarts"] for task in ended] == ["1", "1", "0", "0"], "\n".join(
-        texts
-    )
+    assert [task["Restarts"] for task in ended] == "1 1 0 0".split(), "\n".join(texts)
     assert ["stopped by a signal" in text for text in texts] == [
         True,
         True,

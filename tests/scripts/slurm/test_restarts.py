@@ -28,7 +28,7 @@ from vitscale.runs.launching import LaunchSettings
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 LAUNCH = LaunchSettings(nodes=2, tasks_per_node=1, timeout_min=5, signal_delay_s=30)
-FINAL_STATES = ["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"]
+FINAL_STATES = "COMPLETED FAILED TIMEOUT CANCELLED NODE_FAIL".split()
 
 BEGINNING = """
     import os, pathlib, signal, sys, time
@@ -127,7 +127,7 @@ def test_a_node_that_returns_does_not_end_the_next_attempt(slurm, submit, tmp_pa
         (tmp_path / "lost").touch()
         time.sleep(15)
         # What SLURM does itself after SlurmdTimeout.
-        slurm.run(["scontrol", "update", "nodename=n2", "state=down", "reason=died"])
+        slurm.run("scontrol update nodename=n2 state=down reason=died".split())
         slurm.wait(job.job_id, states=["PENDING"])
     finally:
         # ReturnToService=2: a node that registers is up again.

@@ -132,7 +132,7 @@ def test_status_and_follow_see_every_state(slurm, submit, tmp_path):
         slurm.run(["scontrol", "release", job.job_id])
         running = wait_for(RunState.RUNNING, step=2)
         assert (running.logged.total_steps, running.logged.images_per_s) == (4, 7.0)
-        assert running.job is not None and running.job.nodes in ("n1", "n2")
+        assert running.job.nodes in ("n1", "n2")
         await_text("step 2/4")
         slurm.run(["scancel", "--signal=USR2", job.job_id])
         assert wait_for(RunState.PAUSED, step=2).restarts == {"stopped": 1}

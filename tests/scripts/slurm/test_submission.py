@@ -44,7 +44,7 @@ def checkout(tmp_path) -> Path:
         ["add", "."],
         ["commit", "--quiet", "--message", "all"],
     ):
-        identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+        identity = "-c user.name=n -c user.email=e@example.org".split()
         subprocess.run(["git", "-C", folder, *identity, *arguments], check=True)
     make_shard_folder(folder / "shards")
     (folder / "run.yaml").write_text(json.dumps(RUN))

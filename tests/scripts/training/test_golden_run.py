@@ -97,8 +97,8 @@ def test_it_is_read(stored):
     assert events == ["started", "failed", "started"]
     start = read_start(stored)
     failure = cause(read_failures(stored))
-    assert start is not None and (start.first_step, start.total_steps) == (10, 20)
-    assert failure is not None and (failure.rank, failure.step) == (1, 12)
+    assert (start.first_step, start.total_steps) == (10, 20)
+    assert (failure.rank, failure.step) == (1, 12)
 
 
 @pytest.mark.parametrize(

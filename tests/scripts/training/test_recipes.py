@@ -68,12 +68,7 @@ def shrunk(run: PretrainRun | FinetuneRun) -> list[str]:
         return [f"model.model={SMALL_IN_TIMM[run.model.model]}", "model.image_size=32"]
     arch = run.model.resolved(num_classes=10)
     side = 2 if run.stage == "pretrain" else 3
-    sizes = [
-        "model.width=32",
-        "model.depth=2",
-        "model.num_heads=2",
-        "model.mlp_width=32",
-    ]
+    sizes = "model.width=32 model.depth=2 model.num_heads=2 model.mlp_width=32".split()
     return [*sizes, f"model.image_size={side * arch.patch_size}"]
 
 

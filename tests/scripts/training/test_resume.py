@@ -169,7 +169,7 @@ def test_finetuning_starts_from_the_trunk_of_each_objective(
     source = fault_runs.undisturbed(*settings, **how)
     if name == "distillation":
         logged = {key for row in journal_rows(source) for key in row}
-        heads = {f"val/{head}_top1" for head in ("cls", "dist", "softmax", "ema_cls")}
+        heads = {f"val/{head}_top1" for head in "cls dist softmax ema_cls".split()}
         parts = {
             f"train/{part}"
             for part in ("label_loss", "teacher_loss", "teacher_agreement")

@@ -111,7 +111,6 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
     assert "on 360 images of 'test'" in done.stdout
     assert f": from {finished}; 0." in done.stdout
     checkpoint, _ = newest_checkpoint(tmp_path / "run/checkpoints")
-    assert checkpoint is not None
     assert read_tensors(checkpoint.files, prefix="model.")["pos_embed"].shape == (
         1,
         1 + 6 * 6,
@@ -158,7 +157,6 @@ def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
     for text in outputs:
         assert f"rank {rank} on n{rank}: what the run needs: is not here" in text
     found = cause(read_failures(tmp_path / "run"))
-    assert found is not None
     assert (found.kind, found.rank, found.node) == (FailureKind.NODE, rank, f"n{rank}")
 
 
@@ -170,7 +168,7 @@ def test_what_all_nodes_lack_is_bad_input(fault_runs: FaultRuns, tmp_path, place
     assert set(codes) == {FailureKind.BAD_INPUT.exit_code}
     assert all("what the run needs: is not here" in text for text in outputs)
     found = cause(read_failures(tmp_path / "run"))
-    assert found is not None and found.kind is FailureKind.BAD_INPUT
+    assert found.kind is FailureKind.BAD_INPUT
 
 
 # Overrides of a start in the folder of the finished run, and what is said of them.

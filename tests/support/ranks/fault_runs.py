@@ -35,7 +35,7 @@ SETTINGS = (
     "evaluate=[{name: classification, every_steps: 12}]",
 )
 VIT = (
-    *("model.width=24", "model.depth=2", "model.mlp_width=48", "model.dropout=0.1"),
+    *"model.width=24 model.depth=2 model.mlp_width=48 model.dropout=0.1".split(),
     "model.drop_path=0.1",
 )
 Faults = Sequence[Mapping[str, Any]]
