@@ -221,7 +221,7 @@ def test_batches_are_copied_beside_the_kernels_and_stay_until_used(device):
     copied = list[torch.cuda.Event]()
 
     class Slow(Batch):
-        def to(self, device: torch.device) -> Batch:
+        def to(self, device):
             torch.cuda._sleep(LONG // 1000)
             found = super().to(device)
             copied.append(torch.cuda.Event(enable_timing=True))

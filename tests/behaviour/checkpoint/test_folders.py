@@ -15,8 +15,6 @@ from tests.support.ranks.thread_ranks import run_ranks
 from tests.support.tables import every, refused
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
-    Checkpoint,
-    Gather,
     manifest_text,
     newest_checkpoint,
     read_checkpoint,
@@ -106,7 +104,7 @@ def test_an_outage_of_storage_is_no_damage(tmp_path, monkeypatch):
     left = [1]
     read = folders.blake3_of_file
 
-    def fail(path: Path, **options: bool) -> str:
+    def fail(path, **options):
         left[0] -= 1
         if left[0] >= 0:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
@@ -175,7 +173,7 @@ def test_files_are_verified_from_disk_before_the_commit(tmp_path, monkeypatch):
     """The page cache would return what was written, not what the disk holds."""
     dropped: list[Path] = []
 
-    def advise(fd: int, start: int, length: int, advice: int) -> None:
+    def advise(fd, start, length, advice):
         assert (start, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
         dropped.append(Path(os.readlink(f"/proc/self/fd/{fd}")))
 
@@ -206,7 +204,7 @@ def test_ranks_share_the_verification_and_agree(tmp_path, monkeypatch, num_damag
         lambda path, **o: hashed.append(path) or blake3_of_file(path),
     )
 
-    def read(rank: int, gather: Gather) -> tuple[Checkpoint | None, list[str]] | str:
+    def read(rank, gather):
         try:
             return newest_checkpoint(
                 checkpoints, rank=rank, world_size=num_ranks, gather=gather

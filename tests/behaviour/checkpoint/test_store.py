@@ -31,7 +31,7 @@ from vitscale.checkpoint.store import (
     read_tensors,
     run_folder_lock,
 )
-from vitscale.config.errors import DivergedError, FailureKind, StorageError, UserError
+from vitscale.config.errors import DivergedError, FailureKind, StorageError
 from vitscale.distributed import atomic_files
 from vitscale.distributed.processes import node_name
 from vitscale.distributed.world import World
@@ -128,7 +128,7 @@ def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(atomic_files, "PAUSES_S", ())
 
-    def save_at(seconds: float) -> None:
+    def save_at(seconds):
         nonlocal now
         now = seconds
         ours.save(
@@ -154,7 +154,7 @@ def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
     monkeypatch.setattr(atomic_files, "PAUSES_S", ())
     now = time.monotonic()
 
-    def save_on(rank: int, gather: folders.Gather) -> type[UserError]:
+    def save_on(rank, gather):
         is_over = own_is_over if rank else first_is_over
         ours = folders.Save(
             checkpoints=tmp_path,
@@ -181,7 +181,7 @@ def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
     """And a step is committed even if that fails: nothing but its log lines is at risk."""
     committed: list[list[str]] = []
 
-    def flush() -> None:
+    def flush():
         committed.append(
             [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
         )
@@ -203,7 +203,7 @@ def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
 def test_store_waits_for_its_last_save(tmp_path, world: World, monkeypatch, stop):
     """Exit code 75 would claim a checkpoint; another error stays and notes a failed save."""
 
-    def save_and_stop() -> None:
+    def save_and_stop():
         with CheckpointStore(tmp_path, keep=2, world=world) as store:
             store.save({"a": torch.zeros(3)}, step=1, progress={}, description={})
             if stop is not None:
@@ -251,7 +251,7 @@ def test_save_that_reads_back_differently_is_refused(
     save(tmp_path, world, step=1)
     write = folders.write_new_file
 
-    def lying_disk(path: Path, pieces) -> tuple[int, str]:
+    def lying_disk(path, pieces):
         written = write(path, pieces)
         if path.suffix == ".safetensors":
             flip(path, -1)
@@ -341,7 +341,7 @@ def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
 ):
     """Where flock is missing, or does not see other nodes."""
 
-    def flock(*_: int) -> None:
+    def flock(*_):
         if not has_flock:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -368,15 +368,15 @@ def test_of_starts_at_the_same_moment_one_gets_the_folder(
 ):
     """On as many nodes, which all find it free before any of them has written its name."""
 
-    def of_node(*_: int) -> None:
+    def of_node(*_):
         if flock == "missing":
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    def write(descriptor: int, holder: str) -> None:
+    def write(descriptor, holder):
         has_seen_it_free.wait(10)
         write_holder(descriptor, holder)
 
-    def start(number: int) -> bool:
+    def start(number):
         node.number = number
         with contextlib.suppress(FolderTakenError), lock(folder):
             all_know.wait(10)

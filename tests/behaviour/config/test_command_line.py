@@ -118,7 +118,7 @@ def test_a_reader_that_has_enough_is_no_error():
 
 
 def test_a_pipe_other_than_the_output_still_fails():
-    def fail() -> None:
+    def fail():
         raise BrokenPipeError("of a worker")
 
     with pytest.raises(BrokenPipeError, match="of a worker"):

@@ -155,7 +155,7 @@ def test_a_worker_that_makes_progress_is_not_hung():
     class Slow:
         num_waits = 0
 
-        def poll(self, seconds: float) -> bool:
+        def poll(self, seconds):
             self.num_waits += 1
             progress[1] += self.num_waits % 15 == 0
             return self.num_waits > 10 * loader_module.NUM_WAITS

@@ -74,7 +74,7 @@ def test_each_order_remembers_its_own_blocks(monkeypatch):
     """A mixture alternates between many orders; none may evict the cached blocks of another."""
     computed = []
 
-    def noted(num: int, *, key: int) -> np.ndarray:
+    def noted(num, *, key):
         computed.append(key)
         return permutation(num, key=key)
 

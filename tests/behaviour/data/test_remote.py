@@ -233,7 +233,7 @@ def test_buckets_answer_with_what_was_asked_for(scheme, folder, monkeypatch):
 
 def test_messages_of_a_backend_are_redacted(monkeypatch):
     class Failing:
-        def cat_file(self, url: str, **span: int) -> bytes:
+        def cat_file(self, url, **span):
             raise OSError(
                 f"GET https://key:{SECRET}@host/a.bin?se=1&blob={SECRET} failed"
             )
@@ -452,7 +452,7 @@ def test_each_shard_is_prefetched_once_within_the_cache_size(
     )
     files = [shard for shard in index.shards if isinstance(shard, RemoteFile)]
 
-    def are_fetched() -> bool:
+    def are_fetched():
         prefetch(files)  # as each batch asks for it
         return all((tmp_path / "cache" / file.blake3_hex).exists() for file in files)
 

@@ -178,7 +178,7 @@ def test_a_stale_handle_is_opened_again(shards, no_pauses):
         old = path.rename(f"{path}.old")  # which keeps its number
         shutil.copy(old, path)
 
-    def pread(file: int, num_bytes: int, offset: int) -> bytes:
+    def pread(file, num_bytes, offset):
         if os.fstat(file).st_ino in stale:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return real(file, num_bytes, offset)
@@ -194,7 +194,7 @@ def test_a_read_that_fails_half_way_is_no_damage(shards, no_pauses):
     real = os.pread
     errors = ["EIO", "EIO"]
 
-    def pread(file: int, num_bytes: int, offset: int) -> bytes:
+    def pread(file, num_bytes, offset):
         if num_bytes > 100:
             return real(file, num_bytes // 2, offset)
         if errors:

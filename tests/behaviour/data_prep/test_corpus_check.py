@@ -301,7 +301,7 @@ away/5.png,b,val
     reasons = Counter(entry["reason"] for entry in entries)
     assert reasons == {None: 7, "duplicate_path": 7}
 
-    def pixel(place: str) -> tuple[str, str]:
+    def pixel(place):
         picture = Image.open(root / f"{place[1]}.png")
         return place[0], str(picture.getpixel((0, 0)))
 

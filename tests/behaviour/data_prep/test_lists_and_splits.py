@@ -167,7 +167,7 @@ def test_files_are_splits_one_split_or_refused(names, splits, place, tmp_path):
     work = WorkFolder(run_of(tars, tmp_path / "out"))
     work.path.mkdir()
 
-    def found(**settings) -> str:
+    def found(**settings):
         path = tars if place == "folder" else "s3://bucket/tars"
         source = SourceSettings(kind="webdataset", path=str(path), **settings)
         work.run = work.run.model_copy(update={"source": source})
@@ -334,7 +334,7 @@ def test_classes_alone_need_names_with_one_order(names, is_certain, tmp_path):
 
 @every(mark=["", "\ufeff"], ends=["\n", "\r\n", "\r"])
 def test_marks_and_ends_of_lines_are_no_part_of_names(ends, mark, tmp_path):
-    def file(name: str, *lines: str) -> str:
+    def file(name, *lines):
         (tmp_path / name).write_bytes((mark + ends.join([*lines, ""])).encode())
         return str(tmp_path / name)
 

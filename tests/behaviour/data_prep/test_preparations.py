@@ -10,11 +10,9 @@ import re
 import tarfile
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -251,7 +249,7 @@ def test_outages_while_reading_reject_no_file(code, tmp_path, monkeypatch):
     row = {"path": b"cat/000.jpg", "file": b"", "offset": 0, "spooled": False}
     row |= {"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns}
 
-    def fail(*arguments, **options) -> None:
+    def fail(*arguments, **options):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("data_prep.steps.list_inputs.os.fstat", fail)
@@ -271,11 +269,11 @@ def test_a_listing_that_is_cut_off_keeps_the_work(tmp_path, monkeypatch):
     run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
     listed = ImageFolder.inputs
 
-    def lost(*arguments, **options) -> Iterator[Any]:
+    def lost(*arguments, **options):
         yield from ()
         raise OSError(errno.EREMOTEIO, os.strerror(errno.EREMOTEIO))
 
-    def stopped(*arguments, **options) -> Iterator[Any]:
+    def stopped(*arguments, **options):
         with suppress(SystemExit):  # as callbacks of weak references do
             work._stop()
         yield from listed(*arguments, **options)
@@ -357,7 +355,7 @@ def test_order_is_that_of_sha256_written_out():
     inputs = [make_input(f"{i}.jpg") for i in range(50)]
     rows = ordered(inputs, batch=7, seed=5)
 
-    def digest(path: bytes) -> bytes:
+    def digest(path):
         number = path.removesuffix(b".jpg")
         return hashlib.sha256(b"order\x005\x00train-cat-" + number).digest()
 

@@ -126,7 +126,7 @@ def rewritten(folder: Path, change: Callable[[list[Values]], object]) -> None:
 - ['01234', {blake3: null}, "not have the samples of the manifest's tars"]
 """)
 def test_an_index_that_was_written_wrongly_is_found(shards, order, values, message):
-    def change(index_rows: list[Values]) -> None:
+    def change(index_rows):
         index_rows[2].update(values)
         index_rows[:5] = [index_rows[int(number)] for number in order]
 

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -65,7 +64,7 @@ def test_every_unit_is_done_once(work: WorkFolder):
 def test_what_others_did_meanwhile_is_seen(work: WorkFolder, monkeypatch):
     take = WorkFolder.take
 
-    def late(work: WorkFolder, claim: Path) -> bool:
+    def late(work, claim):
         (work.path / claim.name).touch()
         return take(work, claim)
 
@@ -131,7 +130,7 @@ def test_a_wait_says_for_whom_and_how_long(work: WorkFolder, monkeypatch, capsys
     thread.start()
     said: list[str] = []
 
-    def lines() -> list[str]:
+    def lines():
         said.extend(capsys.readouterr().out.splitlines())
         return said
 

@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,12 +36,12 @@ def test_content_is_flushed_before_the_rename_the_name_after(tmp_path, monkeypat
     calls = []
     replace = os.replace
 
-    def record_flush(fd: int) -> None:
+    def record_flush(fd):
         status = os.fstat(fd)
         folder = stat.S_ISDIR(status.st_mode)
         calls.append(("flush folder", None) if folder else ("flush", status.st_size))
 
-    def record_rename(old: Path, new: Path) -> None:
+    def record_rename(old, new):
         calls.append(("rename", Path(new).name))
         replace(old, new)
 
@@ -142,7 +141,7 @@ PER_NODE = 4
 def test_one_rank_of_a_node_makes_it():
     made = []
 
-    def make(rank: int) -> dict[str, Any]:
+    def make(rank):
         made.append(rank)
         rows = np.arange(1000)
         return {"rows": rows, "same": rows, "empty": np.empty(0), "names": ("a", "b")}
@@ -191,12 +190,12 @@ FOUND = {
 - [storage, [0, 4, 8], StorageError, no index]
 """)
 def test_an_error_of_any_node_is_raised_on_all_ranks(error, failing, kind, text):
-    def make(rank: int) -> int:
+    def make(rank):
         if rank in failing:
             raise FOUND[error]
         return rank
 
-    def one(rank: int, gather) -> UserError:
+    def one(rank, gather):
         with pytest.raises(UserError) as caught:
             once_per_node(
                 lambda: make(rank), is_maker=rank % PER_NODE == 0, gather=gather

@@ -92,7 +92,7 @@ def test_bucket_holds_the_largest_parameter(stage):
 def test_one_fp32_rank_copies_nothing_for_unsharded_stages():
     """ZeRO 1 and 2 have nothing to shard there; the estimate of memory knows."""
 
-    def stages(dtype: torch.dtype, world_size: int) -> list[int]:
+    def stages(dtype, world_size):
         found = [
             config(dtype, stage=stage, world_size=world_size) for stage in range(4)
         ]

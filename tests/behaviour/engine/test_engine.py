@@ -116,7 +116,7 @@ def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World
     images = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8, generator=pixels)
 
     @torch.no_grad()
-    def logits(stage: int, precision: str) -> torch.Tensor:
+    def logits(stage, precision):
         model = build_model(arch, seed=0)
         head = model.head
         torch.nn.init.normal_(
@@ -179,7 +179,7 @@ def test_an_update_asks_little_more_of_the_host_than_a_plain_loop(
 ):
     """In bf16, at the depth of B/16; a group for each layer costs what it costs in torch."""
 
-    def task(**optim) -> Task:
+    def task(**optim):
         run = {
             "stage": "pretrain",
             "name": "calls",
@@ -244,7 +244,7 @@ def test_a_loss_that_leaves_out_other_parameters_is_refused(
     two = replace(world, world_size=2)
     images = IMAGES[:4]
 
-    def started(unused_by_the_other: frozenset[str]):
+    def started(unused_by_the_other):
         engine = new_engine("adamw", Machine(stage=stage), world)
         engine._layout._world = two
         monkeypatch.setattr(

@@ -373,7 +373,7 @@ def test_calibration_equals_a_case_by_hand(tmp_path):
     loss = -(2 * math.log(0.95) + math.log(0.65) + math.log(0.35)) / 4
     assert (found["ece"], found["loss"]) == pytest.approx((0.1, loss), rel=1e-6)
 
-    def bins() -> list[dict[str, str]]:
+    def bins():
         with open(tmp_path / "files/calibration.csv") as file:
             return [row for row in csv.DictReader(file) if row["images"] != "0"]
 

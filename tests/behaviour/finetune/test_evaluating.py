@@ -285,7 +285,7 @@ def test_results_of_another_evaluation_are_never_replaced(tmp_path, monkeypatch)
     model = saved(tmp_path / "model", animals())
     given = evaluation(model, data, LOGITS[:1]).model_dump() | {"output": None}
 
-    def evaluate(change: Values) -> bytes:
+    def evaluate(change):
         changed = {
             key: given[key] | value if isinstance(value, dict) else value
             for key, value in change.items()

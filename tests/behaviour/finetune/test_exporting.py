@@ -21,7 +21,6 @@ import yaml
 from PIL import Image
 
 from finetune.exporting.folder import EXPORTS, check_packages
-from finetune.exporting.format import Format
 from finetune.settings import ExportRun
 from tests.support.corpora.image_samples import encoded, photograph
 from tests.support.engine.small_models import export, images_of, off_by, small_model
@@ -172,7 +171,7 @@ def test_other_logits_leave_nothing(to, shift, tmp_path, monkeypatch):
     original = EXPORTS[to].write
     bias = loaded.network.get_parameter("head.bias").data
 
-    def write(self: Format, model, folder: Path) -> None:
+    def write(self, model, folder):
         own = bias.clone()
         bias.add_(shift)
         original(self, model, folder)

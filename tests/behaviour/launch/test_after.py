@@ -200,7 +200,7 @@ def test_a_kill_that_no_rank_saw_is_recorded(tmp_path):
 def test_slurm_and_stops_are_told_apart(tmp_path):
     stopped = ["srun: error: n1: task 0: Exited with exit code 75"]
 
-    def of(**fields: str) -> Outcome:
+    def of(**fields):
         return classify(
             75, stopped, tmp_path, attempt="", fields=fields, signal_delay_s=30
         )
@@ -312,7 +312,7 @@ def test_storage_is_waited_for(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     pauses = list[float]()
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         pauses.append(seconds)
         if len(pauses) == 3:
             folder.mkdir()

@@ -306,7 +306,7 @@ def test_a_sweep_opens_its_index_once(monkeypatch):
     monkeypatch.setattr("vitscale.data.training_set.read_split", counted)
     known: KnownFacts = {}
 
-    def check(data: Values, **changes) -> Check:
+    def check(data, **changes):
         run = PretrainRun.model_validate(SECTIONS | changes | {"data": DATA | data})
         return {each.name: each for each in run_checks(run, known=known)}["data"]
 

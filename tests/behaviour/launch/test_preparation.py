@@ -117,7 +117,7 @@ def test_equal_code_shares_one_folder_and_other_code_does_not(root, tmp_path):
 def test_a_refusal_removes_no_files_of_other_submissions(tmp_path):
     folder = tmp_path / "run/slurm"
 
-    def submit() -> None:
+    def submit():
         with submitting(folder):
             (folder / "12").mkdir()
             (folder / "config-2.yaml").touch()
@@ -171,7 +171,7 @@ def test_preparations_of_different_outputs_have_different_job_folders(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
-    def folder_of(output: str) -> Path:
+    def folder_of(output):
         values = {"output": output, "source": {"path": "images"}}
         return job_folder(DataPrepRun.model_validate(values), cluster="slurm")
 

@@ -508,7 +508,7 @@ def test_requeueing_is_tried_for_a_while(monkeypatch, times, text, is_queued):
 
     asked = []
 
-    def ask(program: str, *arguments: str) -> str:
+    def ask(program, *arguments):
         asked.append(arguments)
         if arguments == ("requeue", "17") and (refusal := next(left, "")):
             raise NoAnswerError(refusal)
@@ -541,7 +541,7 @@ def test_a_node_is_excluded_if_enough_others_are_up(
     """Else the job, which had two nodes, would wait for ever."""
     asked: list[tuple[str, ...]] = []
 
-    def ask(*command: str) -> str:
+    def ask(*command):
         asked.append(command)
         return up if command[0] == "sinfo" else command[-1]
 

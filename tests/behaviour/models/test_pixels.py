@@ -141,7 +141,7 @@ def test_pixels_are_those_of_transformers(tmp_path, kind, processor):
     theirs = transformers.AutoImageProcessor.from_pretrained(folder)
     ours = vitscale.load_model(folder).preprocess
 
-    def processed(image: Image.Image) -> torch.Tensor:
+    def processed(image):
         found: torch.Tensor = theirs(images=image, return_tensors="pt")["pixel_values"][
             0
         ]
@@ -395,7 +395,7 @@ def test_googles_pixels_are_resized_without_antialiasing(tmp_path):
     assert "eval_antialias=False" in ours.source
     side = ours.preprocessing.image_size
 
-    def tensorflows(image: Image.Image) -> torch.Tensor:
+    def tensorflows(image):
         pixels_13HW = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
         resized = F.interpolate(
             pixels_13HW, size=(side, side), mode="bilinear", align_corners=False

@@ -14,7 +14,7 @@ from timm.optim import param_groups_layer_decay
 from pretrain.run import PretrainRun
 from tests.support.engine.small_models import export, small_model
 from tests.support.engine.subjects import WORLD
-from tests.support.tables import Values, every, refused, rows
+from tests.support.tables import every, refused, rows
 from vitscale.evaluation.trained_model import open_model
 from vitscale.models import costs
 from vitscale.models.interface import round_weights
@@ -107,7 +107,7 @@ def test_rates_and_decay_by_layer_are_those_of_timm(name):
         layers_above=lambda parameter: layers_above(parameter, arch),
     )
 
-    def chosen(groups: list[Values]) -> dict[int, tuple[float, float]]:
+    def chosen(groups):
         return {
             id(parameter): (group["lr_scale"], group["weight_decay"])
             for group in groups

@@ -196,7 +196,7 @@ def test_dropout_is_after_dense_layers_but_qkv_and_drop_path_grows_or_is_constan
     )
     assert (model.pos_drop.p, block.attn.attn_drop.p) == (0.3, 0.0)
 
-    def rates(**how: str) -> list[float]:
+    def rates(**how):
         blocks = small(drop_path=0.3, depth=4, **how).blocks
         return [getattr(block.drop_path2, "drop_prob", 0.0) for block in blocks]
 
@@ -246,7 +246,7 @@ def test_outputs_are_what_their_names_say():
     tokens = mean.forward_features(PIXELS)
     assert torch.equal(mean(PIXELS, output="features"), tokens.mean(dim=1))
 
-    def tokens_after(num_blocks: int) -> torch.Tensor:
+    def tokens_after(num_blocks):
         cls, register = (
             token.expand(2, 1, 24) for token in (model.cls_token, model.reg_token)
         )

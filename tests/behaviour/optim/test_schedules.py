@@ -29,7 +29,7 @@ def test_decay_from_the_start_is_timms_cosine():
         optimizer, t_initial=50, lr_min=1e-5, warmup_t=5, warmup_lr_init=1e-6
     )
 
-    def ours(epoch: int, decay_from) -> float:
+    def ours(epoch, decay_from):
         schedule = ScheduleSettings(final_lr=1e-5, decay_from=decay_from)
         return learning_rate(
             625 * epoch, schedule, peak=3e-4, warmup_steps=3125, total_steps=31_250

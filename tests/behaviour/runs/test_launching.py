@@ -135,12 +135,12 @@ def test_micro_batch_is_the_largest_that_fits():
 def test_the_nearest_batches_with_a_large_micro_batch_are_those_of_an_exhaustive_search():
     """By the divisors of every share: small is 1, 2 or less than half of the largest."""
 
-    def largest(share: int) -> int:
+    def largest(share):
         return max(
             (n for n in range(unit, limit + 1, unit) if share % n == 0), default=0
         )
 
-    def is_good(share: int) -> bool:
+    def is_good(share):
         found = largest(share)
         whole = (share, limit // unit * unit)
         return found > 0 and (found in whole or (found > 2 and found >= limit / 2))

@@ -310,7 +310,7 @@ def test_a_server_that_repeats_its_page_ends(monkeypatch):
         token = "again"
 
     class Client:
-        def search_experiments(self, page_token: str | None) -> Page:
+        def search_experiments(self, page_token):
             return Page()
 
     assert [*mlflow_sync._pages_of_experiments(Client())] == []

@@ -84,7 +84,7 @@ def test_resumed_journal_has_each_step_once(num_steps, resume_step, torn_bytes):
 def test_any_number_survives_as_strict_json_beside_invalid_lines(value, step, junk):
     line = encode(Row(step=step, time=1.5, metrics={"train/loss": value}))
 
-    def refuse(name: str) -> None:
+    def refuse(name):
         raise AssertionError(f"{name} is not JSON")
 
     json.loads(line, parse_constant=refuse)
@@ -107,7 +107,7 @@ def test_lines_survive_power_loss_from_a_flush(tmp_path, monkeypatch):
     flushed = list[tuple[str, int]]()
     fsync = os.fsync
 
-    def record(fd: int) -> None:
+    def record(fd):
         flushed.append((os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd).st_size))
         fsync(fd)
 
@@ -126,7 +126,7 @@ def test_lines_survive_power_loss_from_a_flush(tmp_path, monkeypatch):
 def test_a_flush_that_storage_refuses_names_the_journal(tmp_path, monkeypatch):
     journal = Journal(tmp_path / "journal.jsonl", resume_step=0)
 
-    def refuse(fd: int) -> None:
+    def refuse(fd):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", refuse)
@@ -283,13 +283,14 @@ def test_a_name_with_a_line_break_is_refused():
 
 
 def test_all_that_mlflow_would_refuse_is_one_report():
-    values = {
-        "uri": "htp://h",
-        "experiment": "",
-        "tags": {"what?": "", "vitscale.tracking_id": "x"},
-    }
+    values = yaml.safe_load("""
+    uri: htp://h
+    experiment: ''
+    tags: {'what?': '', vitscale.tracking_id: x}
+    """)
     found = list(tracking_problems(TrackingSettings.model_validate(values)))
-    assert [key for key, _ in found] == "tracking.uri tracking.experiment tracking.tags tracking.tags".split()  # fmt: skip
+    keys = ["uri", "experiment", "tags", "tags"]
+    assert [key for key, _ in found] == [f"tracking.{key}" for key in keys]
     long = TrackingSettings(experiment="x" * 501)
     assert [key for key, _ in tracking_problems(long)] == ["tracking.experiment"]
     assert not list(tracking_problems(TrackingSettings(experiment="x" * 500)))

@@ -270,7 +270,7 @@ def folder(open_tracker: Open, tmp_path) -> Path:
 
 
 def test_a_copy_is_completed_and_made_once(folder, store: Store, mlflow_database):
-    def content() -> list[Any]:
+    def content():
         tables = [
             select(store, f"* from {each}")
             for each in "runs metrics params tags".split()

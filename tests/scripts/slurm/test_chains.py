@@ -76,12 +76,12 @@ def write_inputs(folder: Path) -> None:
 def test_a_chain_continues_after_a_failure(slurm, tmp_path):
     write_inputs(tmp_path)
 
-    def chain() -> tuple[dict[str, str], str]:
+    def chain():
         """({stage: new job}, output)."""
         output = slurm.script("launch/slurm.py", "--config", "chain.yaml", cwd=tmp_path)
         return dict(re.findall(r"submitted (\S+): job (\d+)", output)), output
 
-    def logs(run: str) -> str:
+    def logs(run):
         return "\n".join(
             p.read_text() for p in tmp_path.glob(f"runs/small/{run}/**/*.out")
         )

@@ -101,13 +101,13 @@ def test_only_the_settings_reach_slurm_and_unchanged(
 def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards, tmp_path):
     """Two, one and two again: each step has the samples that a single process takes."""
 
-    def losses(name: str) -> dict[int, float]:
+    def losses(name):
         path = tmp_path / f"runs/{name}/journal.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
-    def start(script: str, name: str, *more) -> str:
+    def start(script, name, *more):
         settings = (
             "--config", ROOT / "configs/digits/pretrain.yaml", f"name={name}",
             f"data.path={digits_shards}", "data.val_split=null", "evaluate=[]", "tracking.uri=null",
@@ -116,10 +116,10 @@ def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards, tmp_path):
         )  # fmt: skip
         return slurm.script(script, *settings, *more, cwd=tmp_path)
 
-    def wait_for_steps(*, restarts: int) -> None:
+    def wait_for_steps(*, restarts):
         before = max(losses("free"), default=0)
 
-        def is_further() -> bool:
+        def is_further():
             is_this = slurm.job(job_id)["Restarts"] == str(restarts)
             return is_this and max(losses("free"), default=0) > before + 3
 

@@ -156,7 +156,7 @@ def test_a_node_that_cannot_start_a_task_is_left(
     if subprocess.run(["unshare", "--mount", "true"]).returncode:
         skip_or_fail("cannot hide a folder from a node: only root may mount")
 
-    def restart(without: Path | None) -> None:
+    def restart(without):
         slurm.kill(node)
         # It is idle again once it has answered.
         slurm.run(

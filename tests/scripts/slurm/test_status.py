@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.queue import user_jobs
-from launch.jobs.states import RunState, RunStatus, line_of, read_state
+from launch.jobs.states import RunState, line_of, read_state
 from tests.scripts.slurm.conftest import SlurmCluster, slurm_cluster
 from tests.support.waiting import PATIENCE_S, ROOT, wait_until
 from vitscale.runs.launching import LaunchSettings
@@ -109,8 +109,8 @@ def following(
 def test_status_and_follow_see_every_state(slurm, submit, tmp_path):
     job = submit(STAGE)
 
-    def wait_for(state: RunState, *, step: int) -> RunStatus:
-        def is_there() -> bool:
+    def wait_for(state, *, step):
+        def is_there():
             found = read_state(tmp_path, user_jobs())
             return (found.state, found.logged.step) == (state, step)
 
@@ -157,7 +157,7 @@ def test_status_says_who_must_do_what(slurm, submit, tmp_path):
     """One job in every state that a test can bring about; this clock is five minutes fast."""
     job_id = submit("import time; time.sleep(1000)").job_id
 
-    def line() -> str:
+    def line():
         return line_of(read_state(tmp_path, user_jobs()), now=time.time() + 300)
 
     for step in STEPS.replace("@", job_id).splitlines():

@@ -54,7 +54,7 @@ def checkout(tmp_path) -> Path:
 def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout):
     jobs = checkout / "runs/tiny/slurm"
 
-    def submit(*arguments: str) -> tuple[str, str]:
+    def submit(*arguments):
         """Job id, or '' without one, and what launch/slurm.py prints."""
         done = subprocess.run(
             [sys.executable, "launch/slurm.py", "--config", "run.yaml", *arguments],
@@ -66,11 +66,11 @@ def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout):
         found = re.search(r"^submitted job (\d+)", output, re.M)
         return found[1] if found else "", output
 
-    def edit(name: str, line: str) -> None:
+    def edit(name, line):
         path = checkout / name
         path.write_text(f"{path.read_text()}{line}\n")
 
-    def log(job_id: str) -> str:
+    def log(job_id):
         return (jobs / f"{job_id}/{job_id}_0_log.out").read_text()
 
     # The nodes have 4 cores.

@@ -37,7 +37,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import read_split
 from vitscale.distributed.events import cause, read_events, read_failures, read_start
 from vitscale.evaluation import trained_model
-from vitscale.evaluation.trained_model import TrainedModel, open_model
+from vitscale.evaluation.trained_model import open_model
 
 pytestmark = pytest.mark.distributed
 
@@ -154,7 +154,7 @@ def test_ranks_that_open_it_share_its_verification(
     expected = open_model(init).network.state_dict()
     whole = folders.blake3_of_file
 
-    def counted(path: Path, **how) -> str:
+    def counted(path, **how):
         hashed.append(path)
         return whole(path, **how)
 
@@ -163,7 +163,7 @@ def test_ranks_that_open_it_share_its_verification(
         trained_model, "gather_objects", lambda value: of_thread.gather(value)
     )
 
-    def work(rank: int, gather, *, blind: int | None = None) -> TrainedModel | str:
+    def work(rank, gather, *, blind=None):
         of_thread.gather = gather
         world = replace(WORLD, rank=rank, world_size=num_ranks)
         try:

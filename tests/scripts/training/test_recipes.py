@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -119,7 +118,7 @@ def test_every_recipe_takes_two_steps(warm_starter: WarmStarter, tmp_path):
     shards = tmp_path / "shards"
     make_shard_folder(shards, lengths={"train": (16,), "test": (8,)})
 
-    def command(name: str) -> list[str | Path]:
+    def command(name):
         run = recipes()[name]
         start = start_of(name)
         settings = [*SHORT, *shrunk(run), f"data.path={shards}"]

@@ -62,7 +62,7 @@ def test_run_folder_holds_the_documented_files(finished):
 
 
 def test_a_finished_run_repeated_changes_nothing(fault_runs: FaultRuns, finished):
-    def contents() -> dict[Path, bytes]:
+    def contents():
         return {
             path: path.read_bytes() for path in finished.rglob("*") if path.is_file()
         }
