@@ -3,8 +3,6 @@
 What the scripts do with the words is tested with them; the wheel in test_demo.py.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests do not inherit what the shell of a cluster, a container or nohup hands down."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """Files under configs/ load and say what they are; every setting is described; locked versions and
 site files of containers agree with the rest."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

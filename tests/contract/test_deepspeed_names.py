@@ -4,8 +4,6 @@ They may change in any release, so another version fails here: look each name up
 then change `DEEPSPEED` in vitscale/engine/deepspeed_parts.py and the requirement in pyproject.toml.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from importlib.metadata import version

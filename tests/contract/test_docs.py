@@ -1,7 +1,5 @@
 """Hold the documentation to the tree: the paths, links and metrics that it names exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -3,8 +3,6 @@
 Who may import what is in pyproject.toml: `[tool.importlinter]`; what would fork: `[tool.ruff]`.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re

@@ -1,7 +1,5 @@
 """`--help` and configuration errors need nothing heavy and come at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

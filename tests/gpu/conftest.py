@@ -4,8 +4,6 @@ Elsewhere these tests are skipped, also under VITSCALE_REQUIRE_ALL=1: the machin
 a merge has no GPU.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from unittest import mock

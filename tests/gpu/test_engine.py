@@ -1,7 +1,5 @@
 """The engine on a GPU beside the reference trainer, plain kernels, and the dry run's memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

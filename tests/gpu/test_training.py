@@ -1,7 +1,5 @@
 """Trainings on a GPU as their users start them, and what their steps wait for."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

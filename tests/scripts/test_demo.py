@@ -3,8 +3,6 @@
 The accuracy of the full demo in the README is measured by hand.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

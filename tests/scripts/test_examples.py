@@ -1,7 +1,5 @@
 """Notebooks and benchmarks run from end to end, and leave nothing behind."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Owns: which variables stay; signals, permissions and limits of this process and its children.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

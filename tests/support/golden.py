@@ -4,8 +4,6 @@
 All of them together stay under 1 MB.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Which tests run: the level of each case, and what the machine must have."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable
 from typing import Any, NoReturn

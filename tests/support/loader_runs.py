@@ -1,7 +1,5 @@
 """Short runs of the loader on any number of ranks and workers, image by image."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Generator
 from dataclasses import dataclass, field

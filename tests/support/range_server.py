@@ -3,8 +3,6 @@
 Its sub-folders are buckets, too, with as much of S3 and of Google Cloud Storage as reading takes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

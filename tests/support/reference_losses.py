@@ -4,8 +4,6 @@ Each returns a function of the model's forward pass, normalised pixels in fp32 a
 B: images, C: classes, L: patches, K: some patches, P: values of a patch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

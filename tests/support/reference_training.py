@@ -6,8 +6,6 @@ Ranks run one after another in one process. Optimisers compute in fp64. Shares w
 the model, the samples, and what is drawn for each (a contract). The losses: `reference_losses`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Everything is drawn from fixed seeds and computed by one thread, so a run gives 
 each time.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

@@ -5,8 +5,6 @@ if that was committed, with its own tensors. The next save succeeds without manu
 The writer needs no torch (tests/support/light_checkpoints.py): a case takes a tenth of a second.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Verification: a committed folder is read unchanged or refused."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The store on one rank: one job at a time, saves whole or not at all, and reads valid ones."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Tensor files: the library reads them; a rank reads the ranges it needs of any layout."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which settings differ for which purpose; what is a secret, in every form that code has it."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import yaml

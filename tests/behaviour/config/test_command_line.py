@@ -1,7 +1,5 @@
 """Switches, overrides, --help, and the end of a script."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The YAML dialect, files with their bases, and layers of values with the place of each."""
 
-from __future__ import annotations
-
 import copy
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files below a folder: links, hidden ones, folders deeper than Python's calls."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

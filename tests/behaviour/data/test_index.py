@@ -1,7 +1,5 @@
 """Indexes and manifests, and the training sets made of them: subsets and mixtures."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

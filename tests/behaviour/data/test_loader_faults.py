@@ -1,7 +1,5 @@
 """Unreadable samples, and loader workers that die or hang."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -4,8 +4,6 @@ A resumed run knows one integer only, so its second half does not depend on the 
 each half runs once per layout, and every pair of a first and a second half is compared.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

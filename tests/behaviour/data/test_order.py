@@ -1,7 +1,5 @@
 """The order of samples, mixtures and views: exact coverage, purity, any layout."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from contextlib import nullcontext

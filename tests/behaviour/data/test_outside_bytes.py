@@ -1,7 +1,5 @@
 """Files whose content is far larger than they are, and names that terminals and tables obey."""
 
-from __future__ import annotations
-
 import csv
 import io
 import subprocess

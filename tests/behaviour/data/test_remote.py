@@ -1,7 +1,5 @@
 """Shards at a URL: which are read, what is tried again, what the cache keeps, and the same run."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

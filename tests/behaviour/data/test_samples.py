@@ -1,7 +1,5 @@
 """Which read errors are substituted, and which end the run."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

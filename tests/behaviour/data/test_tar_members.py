@@ -1,7 +1,5 @@
 """Tars are read to their last byte, and headers that are hostile end in a defect, not in a hang."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import sys

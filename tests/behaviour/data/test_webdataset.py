@@ -1,7 +1,5 @@
 """Tars without an index: all samples, the right labels, damage, and no commands."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What no single image shows: classes, files, numbers, splits and keys of a corpus as a whole."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

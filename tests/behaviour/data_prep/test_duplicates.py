@@ -1,7 +1,5 @@
 """Copies of a picture match, different pictures do not, and searching equals comparing all."""
 
-from __future__ import annotations
-
 from functools import cache
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Names of splits, lists of classes, and text files as programs of all systems write them."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os

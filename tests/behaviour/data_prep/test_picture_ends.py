@@ -1,7 +1,5 @@
 """Where a picture ends, which colour of a PNG is transparent, and what Pillow says of both."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

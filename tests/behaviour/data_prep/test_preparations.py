@@ -1,7 +1,5 @@
 """Small corpora prepared in the test process: settings, rejects, outages; the order of rows."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Units shared by processes of several machines, and items by those of one."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Files are whole or absent, also on a full disk; what is made once per node leaves nothing."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import stat

@@ -1,7 +1,5 @@
 """The generated DeepSpeed configuration, and the raw keys that may be merged over it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import yaml

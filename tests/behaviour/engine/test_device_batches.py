@@ -1,7 +1,5 @@
 """Batches one ahead: streams and copies of a GPU are recorded instead of made."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

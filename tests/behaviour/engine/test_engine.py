@@ -3,8 +3,6 @@
 Its numbers: test_reference. On two ranks, compiled, in fp16: test_golden_curves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

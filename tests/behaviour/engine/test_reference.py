@@ -4,8 +4,6 @@ Every pair of a task, a ZeRO stage, a precision, one or several micro-batches an
 case; the slow ones add all machines, and all tasks at all stages in all precisions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path

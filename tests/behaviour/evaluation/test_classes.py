@@ -1,7 +1,5 @@
 """A model's outputs meet the classes of a data set by name and by what names mean."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Evaluations equal slow versions and cases by hand; padding is not counted."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import math

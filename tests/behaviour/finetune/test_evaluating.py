@@ -1,7 +1,5 @@
 """A model is evaluated and predicts on the images and classes that are its own, or says why not."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """Exported models give their logits and pixels in the libraries that load them; whole or absent."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

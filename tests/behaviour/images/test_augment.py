@@ -1,7 +1,5 @@
 """Augmentation as a whole, erasing, and each recipe's operations as timm, DeiT and big_vision."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

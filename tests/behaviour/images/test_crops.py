@@ -1,7 +1,5 @@
 """Crop boxes and resampling against plain reference versions."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The record of attempts, why each ended, and whether its job starts again."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

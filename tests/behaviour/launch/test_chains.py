@@ -1,7 +1,5 @@
 """Chains: their runs, sweeps on the command line, what is done, and what is submitted."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plan that a dry run shows; what is found in broken shards and in runs that do not fit."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a submission leaves in the job folder: a copy of the code, the configuration, no rests."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The state of a run by what SLURM and its folder say, which folders names mean, and squeue."""
 
-from __future__ import annotations
-
 import ctypes
 import glob
 import os

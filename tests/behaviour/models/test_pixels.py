@@ -1,7 +1,5 @@
 """Images become the pixels that each library's own processor makes for its weights."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

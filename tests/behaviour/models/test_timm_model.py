@@ -1,7 +1,5 @@
 """Models of timm: its outputs, its layers, its folders, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch

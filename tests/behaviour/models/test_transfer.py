@@ -3,8 +3,6 @@
 Positions of other grids against independent implementations.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

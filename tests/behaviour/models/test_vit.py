@@ -1,7 +1,5 @@
 """The Vision Transformer: options against plain functions, start against the papers, outputs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

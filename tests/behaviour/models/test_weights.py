@@ -1,7 +1,5 @@
 """Weights of other code bases give the logits of their own libraries; bad files are refused."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 Their groups, decay and schedules in trainings: tests/behaviour/engine/test_reference.py.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

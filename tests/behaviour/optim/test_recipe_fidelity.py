@@ -1,7 +1,5 @@
 """Recipes equal the published numbers: published_recipes.yaml, beside this file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

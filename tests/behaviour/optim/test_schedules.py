@@ -1,7 +1,5 @@
 """Learning-rate curves at their end points."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler

@@ -1,7 +1,5 @@
 """The objectives against slow versions: draws by position, exact costs, and what they refuse."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Validation of the launch section; plans and problems of the rates of a run."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

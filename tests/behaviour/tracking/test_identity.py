@@ -1,7 +1,5 @@
 """Which MLflow run a folder is: of its own, whatever was copied, moved, renamed or resumed."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

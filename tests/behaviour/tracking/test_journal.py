@@ -1,7 +1,5 @@
 """The journal has each step once after any kill; lines of progress; parameters without secrets."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

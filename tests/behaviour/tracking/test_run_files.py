@@ -3,8 +3,6 @@
 Each attack is tried on each file that a page, MLflow or `compare.py sync` reads.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

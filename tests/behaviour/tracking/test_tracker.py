@@ -1,7 +1,5 @@
 """One MLflow run across attempts, in a real SQLite store, by a tracker or by `sync` alone."""
 
-from __future__ import annotations
-
 import sqlite3
 import sys
 import threading

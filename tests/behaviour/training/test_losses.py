@@ -1,7 +1,5 @@
 """Losses against slow formulas and numbers computed by hand; teachers from files and runs."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Means; reports of unreadable samples and skipped updates, and when they end a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Reports of wrong configurations, word for word: tests/golden/config_errors.txt."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """data_prep/find_duplicates.py, and shards made again without the copies that it found."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The images of tests/golden/images, JPEGs: grey, CMYK, progressive, rotated by EX
 RGB, palette; one text file. The split test holds every other one.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

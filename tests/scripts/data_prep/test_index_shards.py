@@ -1,7 +1,5 @@
 """data_prep/index_shards.py on the tar layouts of other projects; killed, shared, or at a URL."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """data_prep/make_corpus.py, run as people run it."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

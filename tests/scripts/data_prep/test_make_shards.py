@@ -1,7 +1,5 @@
 """data_prep/make_shards.py, run as people run it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """data_prep/make_shards.py killed, signalled, shared, or run while source or disk change."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

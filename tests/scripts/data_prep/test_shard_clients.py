@@ -1,7 +1,5 @@
 """External readers on our shards and indexes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """data_prep/verify_shards.py as people run it, and the entry points that it writes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

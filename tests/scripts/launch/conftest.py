@@ -1,7 +1,5 @@
 """A job on a SLURM of shell scripts: submitted by launch/slurm.py, and run by bash."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

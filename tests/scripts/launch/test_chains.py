@@ -1,7 +1,5 @@
 """A chain through launch/local.py with real trainings: stopped, resumed, with a failing stage."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """launch/compare.py as a command."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

@@ -1,7 +1,5 @@
 """Plan, checks, batch scripts word for word and refusals of launch/slurm.py; sweeps typed there."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """Local jobs: stand-in stages as real processes, started as launch/local.py does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What launch/status.py shows of a run, and what its batch script decides at an attempt's end."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Start the scripts on tiny shards, once for many tests."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commands of `finetune/`, started as users start them, on stored weights and on a run."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """Evaluations give equal metrics and files in training and outside, on one rank and on two."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections import Counter

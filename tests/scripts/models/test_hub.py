@@ -1,7 +1,5 @@
 """Models of a Hugging Face Hub start fine-tunings, predict and load, at a fixed commit."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import importlib

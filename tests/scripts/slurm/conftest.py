@@ -6,8 +6,6 @@ so processes are tracked by ancestry (`linuxproc`) and CPU counts are invented (
 No cgroups and no accounting are needed.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import shlex

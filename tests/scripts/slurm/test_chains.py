@@ -1,7 +1,5 @@
 """A chain on a real SLURM: one stage fails, what needs it is cancelled, and a repeat continues."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

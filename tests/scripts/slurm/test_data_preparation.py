@@ -1,7 +1,5 @@
 """Shards made by an array of tasks on two nodes, some of them stopped half way."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

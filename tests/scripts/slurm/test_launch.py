@@ -1,7 +1,5 @@
 """Jobs on a real SLURM: environment, collectives, exit codes, and the nodes that are free."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

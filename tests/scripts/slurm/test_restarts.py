@@ -1,7 +1,5 @@
 """Jobs that start again on a real SLURM: killed ranks, dead nodes, early signals, and limits."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """status.py and --follow on a real SLURM: a job in every state, and who must do what then."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

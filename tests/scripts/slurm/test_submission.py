@@ -1,7 +1,5 @@
 """launch/slurm.py on a real SLURM: snapshots of the code, second jobs of a run, checks."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Losses, learning rates and gradient norms of short trainings are those of the golden files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

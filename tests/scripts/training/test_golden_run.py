@@ -4,8 +4,6 @@ Two ranks at ZeRO 1 trained until rank 1 was killed in step 13; one rank at ZeRO
 10 and was stopped by a signal after step 16.
 """
 
-from __future__ import annotations
-
 import shutil
 import socket
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What MLflow, TensorBoard and W&B have of a run: each step once, with the journal's values."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import struct

@@ -8,8 +8,6 @@ at fault at a known place. The same command restarts the run until it is done. T
 plan; which instruction a kill interrupts depends on timing.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -6,8 +6,6 @@ fp32. Fine-tuning starts from the shrunk run that the recipe's card names; a tea
 of ours.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from functools import cache

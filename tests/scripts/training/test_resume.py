@@ -6,8 +6,6 @@ training's bit by bit. Left out: faults of files and folders (test_storage_fault
 call of a save (test_checkpoint_faults), at random moments (test_kill_storm).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -5,8 +5,6 @@ uninterrupted run bit by bit.
 Left out: every system call of a save, and power loss (test_checkpoint_faults).
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Left out: runs that are disturbed (test_resume).
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import subprocess

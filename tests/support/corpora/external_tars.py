@@ -1,7 +1,5 @@
 """Write small tars, and WebDataset tars in the layouts of other projects."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

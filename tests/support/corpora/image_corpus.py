@@ -1,7 +1,5 @@
 """Make a small folder of images and run data_prep/make_shards.py on it, or its steps here."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Index tars with data_prep/index_shards.py, verify and read the index."""
 
-from __future__ import annotations
-
 import io
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """Write small shard folders with data_prep's own writers, without its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple

@@ -7,8 +7,6 @@ fails ends the run. test_engine.py runs some of them in one process. What is tra
 right, is in `reference_cases`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

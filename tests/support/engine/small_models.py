@@ -1,7 +1,5 @@
 """Small models with random weights in every tensor, as a script would have loaded and exported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

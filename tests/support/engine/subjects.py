@@ -1,7 +1,5 @@
 """Subjects of evaluations in one process, whose model's output is given, in padded batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

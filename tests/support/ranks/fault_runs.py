@@ -4,8 +4,6 @@ Owns: settings, starts with faults, resumes and comparisons. All ranks start war
 Leaves out: the faults (`patched_rank`) and the cases (test_resume).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

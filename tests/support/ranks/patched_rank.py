@@ -8,8 +8,6 @@ VITSCALE_MUTANT names a row of MUTANTS.
 Leaves out: the cases and their expectations (test_resume).
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

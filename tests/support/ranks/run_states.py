@@ -1,7 +1,5 @@
 """Read the final state of a run and compare two runs bit by bit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

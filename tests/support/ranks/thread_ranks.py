@@ -1,7 +1,5 @@
 """Ranks as threads of one process, for code whose collectives are given to it as functions."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
