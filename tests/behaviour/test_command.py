@@ -26,7 +26,7 @@ def here(tmp_path, monkeypatch) -> None:
 @pytest.fixture
 def started(monkeypatch) -> list[str]:
     """The script and the words of what was started last."""
-    found: list[str] = []
+    found = []
 
     def note(script: str, words: list[str]) -> None:
         found[:] = [script, *words]

@@ -133,7 +133,7 @@ def test_the_docs_list_every_metric():
     pages = [(ROOT / f"docs/{page}.md").read_text() for page in METRIC_PAGES]
     names = re.findall(r"`([^` ]+)`", "\n".join(pages))
     documented = {name for name in names if METRIC.fullmatch(name)}
-    logged: set[str] = set()
+    logged = set()
     for folder in LOGGING:
         for path in (ROOT / folder).rglob("*.py"):
             logged |= set(_metrics_in(path))
@@ -148,7 +148,7 @@ def _metrics_in(path: Path) -> Iterator[str]:
         if "evaluation" not in path.parts:
             continue
 
-        keys: list[ast.expr | None] = []
+        keys = []
         is_metrics = isinstance(node, ast.AnnAssign) and "metrics" in ast.dump(node)
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "metrics":
             keys = [node.slice]

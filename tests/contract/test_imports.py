@@ -98,7 +98,7 @@ def test_no_collective_runs_while_an_error_unwinds():
     Clean-up is what `finally`, `__exit__`, `__del__` and handlers of any error run, and the
     functions of a name that only one function has.
     """
-    functions: dict[str, list[tuple[str, ast.FunctionDef]]] = {}
+    functions = {}
     for path in module_files().values():
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):

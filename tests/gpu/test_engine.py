@@ -216,7 +216,7 @@ def test_attention_kernels_equal_the_formula(device, kernel: SDPBackend):
 def test_batches_are_copied_beside_the_kernels_and_stay_until_used(device):
     is_pinned = device == "cuda"
     sums = []
-    copied = list[torch.cuda.Event]()
+    copied = []
 
     class Slow(Batch):
         def to(self, device):

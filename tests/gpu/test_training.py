@@ -36,7 +36,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def start(script: str, folder: Path, *words: str, before: tuple[str, ...] = ()) -> str:
     """Run a script as its user does; returns its output. before: what Python gets before it."""
-    config: tuple[str, ...] = ()
+    config = ()
     if script in TRAININGS:
         (folder / "tiny.yaml").write_text(yaml.safe_dump(TRAININGS[script]))
         config = (

@@ -99,7 +99,7 @@ def train(
     for step in range(recipe.total):
         _set_weights(model, trained, masters, machine)
         losses = []
-        sums: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        sums = {}
         for micro, rank in product(range(machine.accumulation), range(machine.ranks)):
             first = step * global_batch + (micro * machine.ranks + rank) * size
             positions = np.arange(first, first + size)

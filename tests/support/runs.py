@@ -68,7 +68,7 @@ def run(
     faults: by rank. They end the script; the ranks left 10 s later are killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    command: list[str | Path] = [ROOT / script]
+    command = [ROOT / script]
     if faults:
         command.insert(0, ROOT / "tests/support/ranks/patched_rank.py")
     if script in TRAININGS:

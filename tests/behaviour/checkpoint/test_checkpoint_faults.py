@@ -48,7 +48,7 @@ def strace() -> str:
 
 def calls_of(log: Path) -> list[str]:
     """Every system call of a watched writer in strace's notation: NAME:when=N."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
     occasions = []
     for name in re.findall(r"^(\w+)\(", log.read_text(), flags=re.MULTILINE):
         counts[name] += 1

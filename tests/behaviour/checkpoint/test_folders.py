@@ -109,7 +109,7 @@ def test_an_outage_of_storage_is_no_damage(tmp_path, monkeypatch):
         return read(path, **options)
 
     monkeypatch.setattr(folders, "blake3_of_file", fail)
-    pauses: list[float] = []
+    pauses = []
     monkeypatch.setattr(atomic_files.time, "sleep", pauses.append)
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint.step == 2 and complaints == []
@@ -169,7 +169,7 @@ def test_retention_counts_whole_earlier_steps_alone(tmp_path):
 
 def test_files_are_verified_from_disk_before_the_commit(tmp_path, monkeypatch):
     """The page cache would return what was written, not what the disk holds."""
-    dropped: list[Path] = []
+    dropped = []
 
     def advise(fd, start, length, advice):
         assert (start, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
@@ -185,7 +185,7 @@ def test_files_are_verified_from_disk_before_the_commit(tmp_path, monkeypatch):
 def test_ranks_share_the_verification_and_agree(tmp_path, monkeypatch, num_damaged):
     checkpoints = tmp_path / "checkpoints"
     num_ranks = 5
-    hashed = list[Path]()
+    hashed = []
     for step in (1, 2):
         run_ranks(
             num_ranks,

@@ -46,7 +46,7 @@ class DiskModel:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.top = Node(True)
-        self.files: dict[int, Node] = {}
+        self.files = {}
 
     def node(self, path: str | Path) -> Node:
         found = self.top

@@ -120,7 +120,7 @@ def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
     tmp_path, world: World, monkeypatch
 ):
     now = 0.0
-    said = list[str]()
+    said = []
     clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep, time=time.time)
     for module in (store, folders):
         monkeypatch.setattr(module, "time", clock)
@@ -177,7 +177,7 @@ def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
     tmp_path, world: World, error
 ):
     """And a step is committed even if that fails: nothing but its log lines is at risk."""
-    committed: list[list[str]] = []
+    committed = []
 
     def flush():
         committed.append(

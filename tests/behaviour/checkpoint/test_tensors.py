@@ -55,7 +55,7 @@ def test_library_reads_what_was_copied(tmp_path):
 
 def test_pinned_memory_has_the_size_of_the_copy(monkeypatch):
     """Pinned by the CUDA runtime, as long as the buffer lives."""
-    pinned: dict[int, int] = {}
+    pinned = {}
     runtime = SimpleNamespace(
         cudaHostRegister=lambda address, size, _: pinned.update({address: size}) or 0,
         cudaHostUnregister=pinned.pop,
@@ -115,7 +115,7 @@ def test_any_range_is_read_from_any_layout(tmp_path_factory, cuts, start, count)
     slices = [
         each for path in reversed(write(folder, cuts)) for each in read_header(path)
     ]
-    counts = list[int]()
+    counts = []
     preadv = os.preadv
     with SavedTensors(slices) as saved, pytest.MonkeyPatch.context() as patch:
         patch.setattr(

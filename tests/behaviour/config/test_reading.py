@@ -23,11 +23,11 @@ from vitscale.config.loader import (
     run_to_yaml,
     yaml_flow,
 )
-from vitscale.config.section import Run, settings_of
+from vitscale.config.section import settings_of
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.settings import absolute_uri
 
-STAGES: dict[str, type[Run]] = {"pretrain": PretrainRun, "finetune": FinetuneRun}
+STAGES = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 VALID = """\
 stage: pretrain
 name: demo

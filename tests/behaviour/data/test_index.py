@@ -200,7 +200,7 @@ def flaky(monkeypatch) -> Callable[[str, int, int], list[str]]:
     monkeypatch.setattr(atomic_files, "READ_PAUSES_S", (0.0,) * 3)
 
     def start(name: str, error: int, times: int) -> list[str]:
-        failed: list[str] = []
+        failed = []
 
         def failing(real):
             def call(path, *args, **more):
@@ -226,7 +226,7 @@ def flaky(monkeypatch) -> Callable[[str, int, int], list[str]]:
 
 
 def first_key_of_stream(folder: Path) -> str:
-    how: dict[str, int] = {"num_classes": 0, "seed": 0, "start": 0, "process": 0}
+    how = {"num_classes": 0, "seed": 0, "start": 0, "process": 0}
     return next(tar_samples([folder / "train-000001.tar"], num_processes=1, **how))[1]
 
 
@@ -265,7 +265,7 @@ def test_keys_are_searched_anew_where_storage_fails_in_the_middle(
     many_groups, monkeypatch
 ):
     """What was found before the failure does not count twice."""
-    calls = list[int]()
+    calls = []
     read = pq.ParquetFile.read_row_groups
 
     def failing(file, *args, **more):

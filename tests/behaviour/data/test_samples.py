@@ -80,7 +80,7 @@ def no_pauses(monkeypatch) -> None:
 def failing(name: str, times: int = 1) -> Iterator[list[int]]:
     """Make the next reads of a range fail with this error; yields the calls of `os.pread`."""
     real = os.pread
-    calls = list[int]()
+    calls = []
 
     def pread(file: int, num_bytes: int, offset: int) -> bytes:
         calls.append(file)

@@ -339,7 +339,7 @@ def test_equal_bytes_in_two_splits_are_counted_for_every_source(tmp_path):
 def sorted_tars(root: Path) -> Path:
     """Six tars of one class each, in which the same keys begin anew."""
     for label in range(6):
-        members = dict[str, bytes]()
+        members = {}
         for number in range(20):
             members[f"{number:03}.png"] = picture(100 * label + number)
             members[f"{number:03}.cls"] = str(label).encode()

@@ -30,7 +30,7 @@ from vitscale.images.jpeg.entry_points import entry_points_file
 
 TRAIN = "train-000000.tar"
 # Kept as long as the process: what Arrow frees later goes back to them.
-POOLS: list[pa.MemoryPool] = []
+POOLS = []
 
 
 @pytest.fixture(scope="module")

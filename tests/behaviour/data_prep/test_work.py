@@ -33,7 +33,7 @@ def work(tmp_path) -> WorkFolder:
 
 def run(work: WorkFolder, units: list[str]) -> list[str]:
     """Do the units that are not done; returns those done here, in order."""
-    done: list[str] = []
+    done = []
 
     def do(work: WorkFolder, unit: str) -> None:
         done.append(unit)
@@ -126,7 +126,7 @@ def test_a_wait_says_for_whom_and_how_long(work: WorkFolder, monkeypatch, capsys
     work.claim("a").symlink_to(process(work, "node-7-1234abcd", 55))
     thread = threading.Thread(target=lambda: run(work, ["a"]), daemon=True)
     thread.start()
-    said: list[str] = []
+    said = []
 
     def lines():
         said.extend(capsys.readouterr().out.splitlines())
@@ -141,7 +141,7 @@ def test_a_wait_says_for_whom_and_how_long(work: WorkFolder, monkeypatch, capsys
 
 def test_units_of_living_processes_are_waited_for(work: WorkFolder):
     (work.path / "claims/a").symlink_to(process(work, "elsewhere", 1))
-    done: list[str] = []
+    done = []
     thread = threading.Thread(target=lambda: done.extend(run(work, ["a"])), daemon=True)
     thread.start()
     time.sleep(1.0)

@@ -24,7 +24,7 @@ from vitscale.config.errors import (
 from vitscale.distributed import atomic_files
 from vitscale.distributed.atomic_files import atomic_file, write_bytes
 from vitscale.distributed.events import Failure, read_failures, record_failure
-from vitscale.distributed.node_files import Column, once_per_node
+from vitscale.distributed.node_files import once_per_node
 from vitscale.distributed.processes import is_alive, node_name
 from vitscale.tracking.journal import Journal, read_rows
 
@@ -161,7 +161,7 @@ def test_one_rank_of_a_node_makes_it():
 
 
 def test_columns_pickle_as_their_path_and_parts_as_arrays():
-    column: Column = once_per_node(
+    column = once_per_node(
         lambda: np.arange(100_000), is_maker=True, gather=lambda own: [own]
     )
     assert len(pickle.dumps(column)) < 1000

@@ -27,7 +27,7 @@ def numbered(num: int, *, error: Exception | None = None) -> Iterator[Batch]:
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
     """What a GPU would be told to do, in order."""
-    found: list[str] = []
+    found = []
     copies = object()
     kernels = SimpleNamespace(wait_stream=lambda other: found.append("wait for copies"))
 

@@ -6,7 +6,6 @@ case; the slow ones add all machines, and all tasks at all stages in all precisi
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from tests.support.engine.reference_cases import (
     train_reference,
 )
 from tests.support.levels import by_level
-from tests.support.ranks.warm_ranks import ROOT, WarmRank, WarmStarter
+from tests.support.ranks.warm_ranks import ROOT, WarmStarter
 from tests.support.reference_training import Machine, Result
 from tests.support.tables import every
 from vitscale.optim.settings import OPTIMIZERS
@@ -61,8 +60,8 @@ def trained(
         if item.path == request.path and hasattr(item, "callspec"):
             cases[item.callspec.params["name"]] = None
 
-    folders: dict[int, Path] = {}
-    jobs: dict[int, list[WarmRank]] = {}
+    folders = {}
+    jobs = {}
     for num_ranks in sorted({ALL[name][1].ranks for name in cases}):
         folders[num_ranks] = folder = tmp_path_factory.mktemp(f"ranks-{num_ranks}-")
         names = [name for name in cases if ALL[name][1].ranks == num_ranks]

@@ -188,7 +188,7 @@ class FakeEngine:
     value = 1.0
 
     def __init__(self) -> None:
-        self.folders: list[Path] = []
+        self.folders = []
 
     def train(self) -> None:
         self.training = True
@@ -234,7 +234,7 @@ def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers():
     subject = replace(given_outputs(logits, [0, 1, 0, 1]), model=engine)
     chosen = [ClassificationSettings(every_steps=4)]
     evaluations = scheduled(chosen, subject, has_average=False)
-    said: list[str] = []
+    said = []
     fake = SimpleNamespace(
         watchdog=SimpleNamespace(mark=lambda _: None),
         val_index=subject.val,

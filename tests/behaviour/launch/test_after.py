@@ -308,7 +308,7 @@ def test_two_failures_in_a_row_blame_a_node():
 
 def test_storage_is_waited_for(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
-    pauses = list[float]()
+    pauses = []
 
     def sleep(seconds):
         pauses.append(seconds)

@@ -105,7 +105,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def test_a_stage_has_a_run_for_each_combination_and_each_input(folder):
     chain = chain_of(write_chain(folder))
-    before: set[str] = set()
+    before = set()
     for step in chain.steps:
         assert set(step.needs) <= before
         before.add(step.name)

@@ -12,7 +12,6 @@ from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
 from launch.planning.dry_run import (
     Check,
-    KnownFacts,
     batch_script,
     check_data,
     data_facts,
@@ -294,7 +293,7 @@ def test_shards_sorted_by_class_are_refused(tmp_path, monkeypatch):
 
 def test_a_sweep_opens_its_index_once(monkeypatch):
     """Whatever varies, but for the settings that choose samples."""
-    opened: list[str] = []
+    opened = []
     read = read_split
 
     def counted(path, **how):
@@ -302,7 +301,7 @@ def test_a_sweep_opens_its_index_once(monkeypatch):
         return read(path, **how)
 
     monkeypatch.setattr("vitscale.data.training_set.read_split", counted)
-    known: KnownFacts = {}
+    known = {}
 
     def check(data, **changes):
         run = PretrainRun.model_validate(SECTIONS | changes | {"data": DATA | data})

@@ -512,7 +512,7 @@ def test_requeueing_is_tried_for_a_while(monkeypatch, times, text, is_queued):
             raise NoAnswerError(refusal)
         return "JobId=17 JobState=RUNNING"
 
-    pauses: list[float] = []
+    pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(time, "monotonic", lambda: sum(pauses))
     monkeypatch.setattr(queue, "ask_slurm", ask)
@@ -537,7 +537,7 @@ def test_a_node_is_excluded_if_enough_others_are_up(
     monkeypatch, up, before, fewest, excluded
 ):
     """Else the job, which had two nodes, would wait for ever."""
-    asked: list[tuple[str, ...]] = []
+    asked = []
 
     def ask(*command):
         asked.append(command)

@@ -140,9 +140,7 @@ def test_pixels_are_those_of_transformers(tmp_path, kind, processor):
     ours = vitscale.load_model(folder).preprocess
 
     def processed(image):
-        found: torch.Tensor = theirs(images=image, return_tensors="pt")["pixel_values"][
-            0
-        ]
+        found = theirs(images=image, return_tensors="pt")["pixel_values"][0]
         return found.float()
 
     assert largest_difference(ours, processed) < 0.01

@@ -122,7 +122,7 @@ def test_rates_and_decay_by_layer_are_those_of_timm(name):
 def test_images_have_channels_last_on_a_gpu_and_stay_so(name, monkeypatch):
     """One layer that made planes of them would undo it for all after it."""
     model = built(name).eval()
-    layouts = list[bool]()
+    layouts = []
     for module in model.modules():
         if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
             module.register_forward_hook(

@@ -13,7 +13,7 @@ from vitscale.models.costs import num_parameters
 from vitscale.models.interface import InFp32, SharedDropPath
 from vitscale.models.positions import sincos_position_embedding
 from vitscale.models.registry import MODELS
-from vitscale.models.settings import Architecture, TimmSettings, ViTSettings
+from vitscale.models.settings import TimmSettings, ViTSettings
 from vitscale.models.vit import build_model, compile_blocks, decayed, layers_above
 
 SMALL = ViTSettings(
@@ -295,7 +295,7 @@ def test_resolved_settings_stay_as_they_are():
 # ---- every family --------------------------------------------------------------------------------
 
 # Where the defaults at 32 px are not enough.
-FAMILIES: dict[str, Architecture] = {
+FAMILIES = {
     "vit": SMALL.model_copy(update={"image_size": 32, "distillation_token": True}),
     "timm": TimmSettings(image_size=32, model="test_convnext"),
 }
@@ -321,7 +321,7 @@ def test_logits_are_in_fp32_in_a_model_in_bf16(model):
     """Near -10, where bf16 has steps of 0.06; also under autocast, as at ZeRO stage 0."""
     heads = [module for module in model.modules() if isinstance(module, InFp32)]
     assert len(heads) == (2 if "heads" in model.known_outputs else 1)
-    originals: dict[str, torch.Tensor] = {}
+    originals = {}
     for head in heads:
         torch.nn.init.normal_(head.weight, std=0.1)
         torch.nn.init.normal_(head.bias, mean=-10)

@@ -46,7 +46,7 @@ MASKING = pytest.mark.parametrize(
     "section", [MAE, MASKED], ids=["mae", "masked patches"]
 )
 # Settings that an objective needs on the model of the tests of resuming.
-NEEDED: dict[str, tuple[str, ...]] = {
+NEEDED = {
     "distillation": ("model.distillation_token=true",),
     "mae": (
         "objective.decoder_width=16",

@@ -74,7 +74,7 @@ def send(folder: Path, uri: str) -> str:
 def points(store: Store, run_id: str) -> dict[int, list[float]]:
     """Step -> values of train/loss, in the order in which they were logged."""
     sql = "select step, value from metrics where run_uuid = ? and key = 'train/loss'"
-    found: dict[int, list[float]] = {}
+    found = {}
     for step, value in store.execute(f"{sql} order by step, timestamp", [run_id]):
         found.setdefault(step, []).append(value)
     return found

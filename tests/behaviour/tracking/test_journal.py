@@ -102,7 +102,7 @@ def test_any_number_survives_as_strict_json_beside_invalid_lines(value, step, ju
 def test_lines_survive_power_loss_from_a_flush(tmp_path, monkeypatch):
     """And the file's name from the start: the folder's fsync."""
     path = tmp_path / "run/journal.jsonl"
-    flushed = list[tuple[str, int]]()
+    flushed = []
     fsync = os.fsync
 
     def record(fd):

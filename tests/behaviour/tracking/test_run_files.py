@@ -51,7 +51,7 @@ def linked_folder(path: Path, secret: Path) -> None:
 
 
 Attack = Callable[[Path, Path], object]
-ATTACKS: dict[str, Attack] = {
+ATTACKS = {
     "link": Path.symlink_to,
     "relative link": lambda path, secret: path.symlink_to(
         os.path.relpath(secret, path.parent)
@@ -109,7 +109,7 @@ def test_the_page_shows_files_of_the_run_alone(name, attack, run, secret):
     if name.endswith(".csv"):
         secret.write_text(f"{PER_CLASS}0,{SECRET.decode()},1,1,1.0\n")
     path = placed(run, name, attack, secret)
-    said: list[str] = []
+    said = []
     page = render(compare(load_runs([str(run)], uri=None)), say=said.append)
     assert not holds_secret(page)
     assert any(text.startswith(f"left out: {path}: ") for text in said)
@@ -121,7 +121,7 @@ def test_the_page_shows_what_is_a_picture_of_at_most_2_mib(run):
         (run / name).write_bytes(PNG + name.encode())
     (run / "pictures/key.png").write_bytes(SECRET)
     (run / "pictures/large.png").write_bytes(PNG + bytes(2 * MIB))
-    said: list[str] = []
+    said = []
     page = render(compare(load_runs([str(run)], uri=None)), say=said.append)
     assert re.findall("<h3>(.*)</h3>", page) == ["a b", "worst classes"]
     assert not holds_secret(page)
@@ -136,7 +136,7 @@ def test_the_page_shows_what_is_a_picture_of_at_most_2_mib(run):
 def test_mlflow_gets_files_of_the_run_alone(name, attack, run, secret, mlflow_database):
     path = placed(run, name, attack, secret)
     (run / "results.csv").write_text("fine\n")
-    said: list[str] = []
+    said = []
     sent = MlflowRun(run, f"sqlite:///{mlflow_database}", say=said.append)
     sent.sync("FINISHED")
     assert sent.num_files == 2  # with the configuration
@@ -212,7 +212,7 @@ def hostile_server(
     }  # fmt: skip
     one_run = {"info": info | more, "data": {}}
     experiment = {"experiment_id": "0", "name": "vitscale", "lifecycle_stage": "active"}
-    asked: list[str] = []
+    asked = []
 
     class Hostile(Answering):
         def do_GET(self) -> None:
@@ -251,7 +251,7 @@ def test_no_server_chooses_where_files_are_written(form, run, tmp_path):
     (home / "config.yaml").write_text("mine: untouched\n")
     (run / "results.md").write_text("x\n")
     before = sorted(str(each) for each in tmp_path.rglob("*"))
-    said: list[str] = []
+    said = []
     with hostile_server(form.format(home)) as (uri, _):
         sent = MlflowRun(run, uri, say=said.append)
         sent.sync("FINISHED")
@@ -277,7 +277,7 @@ def test_no_server_chooses_where_files_are_written(form, run, tmp_path):
 def test_a_server_that_takes_files_itself_gets_them(listed, run, tmp_path):
     """Names that it lists are compared, and lead nowhere; MLflow refuses those with `..`."""
     (run / "results.md").write_text("some text\n")
-    said: list[str] = []
+    said = []
     with hostile_server("mlflow-artifacts:/0/abc/artifacts", listed=listed) as (
         uri,
         asked,

@@ -95,7 +95,7 @@ def send(folder: Path, database: Path) -> MlflowRun:
 
 
 def test_a_start_says_which_steps_its_journal_lacks(open_tracker: Open):
-    said: list[str] = []
+    said = []
     for first, resume_step in ((10, 0), (0, 14), (0, 15)):
         settings = {"uri": None, "log_every_steps": 5}
         changes = {"settings": settings, "resume_step": resume_step}
@@ -105,7 +105,7 @@ def test_a_start_says_which_steps_its_journal_lacks(open_tracker: Open):
 
 
 def test_a_resumed_run_is_one_run_with_each_step_once(open_tracker: Open, store: Store):
-    said: list[str] = []
+    said = []
     with pytest.raises(SystemExit), open_tracker(say=said.append) as first:
         log_steps(first, range(1, 11))
         raise SystemExit(75)
@@ -149,7 +149,7 @@ def test_what_a_run_shows_is_without_secrets(
     patch = "# untracked: vitscale/new.py\n+  api_key: abc\n+uri: http://me:pw@host/x\n"
     version = SourceVersion(commit="c" * 40, patch=patch)
     set_version(monkeypatch, version)
-    said: list[str] = []
+    said = []
     how = {"tags": {"model": "B/16"}, "note": "**What:** http://u:p@h"}
     changes = {"tags": {"optim": "a"}, "also": ("tensorboard", "wandb")}
     with open_tracker(settings=changes, say=said.append, **how) as tracker:
@@ -213,7 +213,7 @@ def test_a_store_that_fails_is_a_warning_and_a_missing_package_an_error(
 ):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/tensorboard").write_text("no folder")
-    said: list[str] = []
+    said = []
     settings = {"uri": "http://127.0.0.1:1", "also": ("tensorboard",)}
     with open_tracker(settings=settings, say=said.append) as tracker:
         log_steps(tracker, range(1, 3))
@@ -328,7 +328,7 @@ def test_runs_name_the_run_that_their_weights_come_from(
 def test_files_are_uploaded_to_the_run_of_a_folder(
     open_tracker: Open, folder, mlflow_database
 ):
-    said: list[str] = []
+    said = []
     file = folder / "results.csv"
     upload(folder, [file], say=said.append)
     assert not said  # the run is not tracked

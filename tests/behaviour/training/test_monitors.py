@@ -31,7 +31,7 @@ from vitscale.training.interval_log import (
 )
 from vitscale.training.session import TrainingSession
 
-STEPS: dict[str, int] = {"total_steps": 100, "warmup_steps": 0, "cooldown_steps": 0}
+STEPS = {"total_steps": 100, "warmup_steps": 0, "cooldown_steps": 0}
 PLAN = TrainingPlan(
     world_size=2,
     global_batch=8,
@@ -54,7 +54,7 @@ class Ranks:
     def __init__(self) -> None:
         self.others = []
         self.sent = None
-        self.lines: list[str] = []
+        self.lines = []
 
     def gather(self, own) -> list[Any]:
         self.sent = own
@@ -214,7 +214,7 @@ def test_rates_leave_out_evaluations_and_saves(
     monkeypatch, clock: Seconds, log_every, evaluate_every, save_every
 ):
     """Every interval has the same rate, however long what comes between its steps."""
-    rates: list[float] = []
+    rates = []
     log = opened(DATA, replace(WORLD, world_size=2))
     monkeypatch.setattr(
         log, "write", lambda step, lr: rates.append(log._speed()["vitals/images_per_s"])
@@ -264,7 +264,7 @@ def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(clock: Secon
 
 def test_an_update_waits_until_a_save_has_read_the_weights():
     """After the backward pass, which may run beside the copy."""
-    done: list[str] = []
+    done = []
     session = SimpleNamespace(
         watchdog=SimpleNamespace(mark=lambda doing: None),
         engine=SimpleNamespace(

@@ -13,10 +13,9 @@ from tests.support.golden import Golden
 from tests.support.waiting import ROOT
 from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run
-from vitscale.config.section import Run
 from vitscale.runs.data_prep import DataPrepRun
 
-STAGES: dict[str, type[Run]] = {
+STAGES = {
     "data_prep": DataPrepRun,
     "pretrain": PretrainRun,
     "finetune": FinetuneRun,

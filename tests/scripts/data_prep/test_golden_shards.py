@@ -6,7 +6,6 @@ RGB, palette; one text file. The split test holds every other one.
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -89,7 +88,7 @@ def path_table(root: Path) -> None:
 
 
 # kind -> (writer, source.splits)
-KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
+KINDS = {
     "image_folder": (image_folder, "{train: train, test: test}"),
     "class_tars": (class_tars, "{train: train, test: test.tar}"),
     "webdataset": (webdataset_tars, '{train: "train-{0..1}.tar", test: "test-*.tar"}'),

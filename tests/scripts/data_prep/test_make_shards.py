@@ -105,7 +105,7 @@ def plant_faults(root: Path) -> dict[str, str | None]:
     def good(format: str = "JPEG") -> bytes:
         return encoded(format, seed=next(seeds))
 
-    files: dict[str, tuple[bytes, str | None]] = {
+    files = {
         "zero.jpg": (b"", "empty"),
         "page.jpg": (b"<!DOCTYPE html><html><body>404</body></html>", "not_an_image"),
         "cut.jpg": (encoded("JPEG", seed=1, side=64)[:-1500], "bad_pixels"),

@@ -53,7 +53,7 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
     make_shards(source, tmp_path / "whole", many_shards)
     half = tmp_path / "half"
     folder = tmp_path / ".half.preparing"
-    finished: set[Path] = set()
+    finished = set()
     # Killed once in each phase: after it made its first file. What it made stays as it is.
     for made in ("list/*.arrow", "rows.arrow", "tars/*.arrow"):
         kill(

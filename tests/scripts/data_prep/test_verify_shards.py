@@ -60,7 +60,7 @@ def test_they_change_no_other_file(folders):
 
 
 def test_the_loader_uses_them_and_gives_the_same_pixels(folders, monkeypatch):
-    given: list[int] = []
+    given = []
     crop = RegionDecoder.crop
 
     def counted(self, data, request, *, out=None):  # as replaced

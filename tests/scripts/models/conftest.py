@@ -49,7 +49,7 @@ class Scripts:
     ) -> str:
         start = self.folder / f"start-{len(list(self.folder.iterdir()))}"
         start.mkdir()
-        command: list[str | Path] = [ROOT / f"finetune/{script}.py", *words]
+        command = [ROOT / f"finetune/{script}.py", *words]
         ranks = self.starter.start(command, num_ranks=num_ranks, folder=start)
         assert set(wait_all(ranks)) == {code}, ranks[0].output()
         return ranks[0].output()
@@ -63,7 +63,7 @@ class Scripts:
         config.write_text(FINETUNE)
         given = (f"data.path={self.shards}", f"output={run}")
         self.run("main", "--config", config, *given, *words, num_ranks=num_ranks)
-        metrics: dict[str, list[float]] = {}
+        metrics = {}
         for line in (run / "journal.jsonl").read_text().splitlines():
             for key, value in json.loads(line).items():
                 if key in ("train/loss", "train/grad_norm") or key.startswith("val/"):

@@ -191,7 +191,7 @@ def _program(name: str) -> str | None:
 
 def _write_configuration(folder: Path, *, more: str) -> Path:
     host = socket.gethostname().split(".")[0]
-    ports: set[int] = set()
+    ports = set()
     while len(ports) <= len(NODES):
         ports.add(free_port())
     ctld_port, *node_ports = ports

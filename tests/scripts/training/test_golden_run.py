@@ -6,7 +6,6 @@ Two ranks at ZeRO 1 trained until rank 1 was killed in step 13; one rank at ZeRO
 
 import shutil
 import socket
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -129,7 +128,7 @@ def test_it_resumes_with_the_golden_losses(
 @every(step="10, 16")
 def test_it_predicts(stored, golden: Golden, warm_starter: WarmStarter, tmp_path, step):
     init = f"init={stored}/checkpoints/step-{step:08d}"
-    arguments: Sequence[str] = (
+    arguments = (
         init,
         str(SHARDS),
         "output=predicted.parquet",
@@ -146,7 +145,7 @@ def test_ranks_that_open_it_share_its_verification(
 ):
     """Each file is hashed once, by one of them: it has more than the model that all read."""
     init = str(stored / place)
-    hashed = list[Path]()
+    hashed = []
     of_thread = local()
     files = stored / (place or "checkpoints/step-00000016")
     expected = open_model(init).network.state_dict()

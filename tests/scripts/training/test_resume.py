@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 
 import pytest
 
@@ -25,7 +24,6 @@ from tests.support.ranks.fault_runs import (
     STEPS,
     VIT,
     FaultRuns,
-    Faults,
     fault,
     micro_step,
     newest_step,
@@ -47,7 +45,7 @@ HERE = socket.gethostname()
 WITHOUT = ("evaluate=[{name: knn, max_bank_images: 100}]", "data.mixing=null")
 TIMM = ("model.name=timm", "model.model=test_convnext", "model.image_size=32")
 # Settings of each. One more row is a model of timm.
-OBJECTIVES: dict[str, tuple[str, ...]] = {
+OBJECTIVES = {
     name: (f"objective.name={name}", *NEEDED.get(name, ()))
     + (() if kind.trains_classifier else WITHOUT)
     for name, kind in REGISTERED.items()
@@ -241,7 +239,7 @@ def test_shards_without_labels(fault_runs: FaultRuns, tmp_path):
 EVERY_STEP = "tracking.log_every_steps=1"
 # Faults by rank, exit codes, the committed step: the one after the signal's, since ranks agree in
 # the background.
-SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
+SIGNALS = {
     "bursts on both ranks": (
         {rank: [fault("batch", micro_step(7), "burst")] for rank in (0, 1)},
         [75, 75],
@@ -284,7 +282,7 @@ def test_stop_signals(fault_runs: FaultRuns, tmp_path, case):
 @slow
 def test_loader_workers(fault_runs: FaultRuns, tmp_path):
     """A killed one is named; all ignore the signals of a launcher."""
-    planted: dict[int, Faults] = {1: [fault("batch", micro_step(7), "kill worker")]}
+    planted = {1: [fault("batch", micro_step(7), "kill worker")]}
     world = fault_runs.start(tmp_path, faults=planted)
     assert wait_and_end_others(world, grace_s=10)[1] > 0
     assert "a loader worker died" in world[1].output()
@@ -296,7 +294,7 @@ def test_loader_workers(fault_runs: FaultRuns, tmp_path):
 
 
 # rank, fault, its exit code if it is certain. No launcher ends the other one.
-LOST: Mapping[str, tuple[int, str, int | None]] = {
+LOST = {
     "rank 1 stopped": (1, "stop", -signal.SIGKILL),
     "rank 0 stopped": (0, "stop", -signal.SIGKILL),
     "rank 1 hangs": (1, "hang", None),

@@ -77,7 +77,7 @@ def make_shard_folder(
     Image i of a split is of class i modulo the number of classes, png, jpg and webp in turn.
     Without classes the samples have no labels.
     """
-    splits: dict[str, list[list[Sample]]] = {}
+    splits = {}
     for split, of_tar in sorted((lengths or {"test": (2,), "train": (3, 2)}).items()):
         samples = []
         for i in range(sum(of_tar)):

@@ -9,7 +9,6 @@ right, is in `reference_cases`.
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -224,7 +223,7 @@ def sends_gradients_in_the_backward_pass(
 ) -> None:
     """In buckets, once an update."""
     training = Training("adamw", machine_of(world, stage, precision), world)
-    sizes: list[int] = []
+    sizes = []
     send = dist.all_reduce
 
     def recorded(tensor: torch.Tensor, *given, **options):
@@ -264,7 +263,7 @@ def resumes_the_loss_scale(world: World) -> None:
 
 def takes_the_gpu_that_a_task_sees(world: World) -> None:
     """DeepSpeed took the local rank for its number: 1 on the second rank, which has GPU 0 alone."""
-    chosen: list[str] = []
+    chosen = []
     alone = replace(world, device=torch.device("cpu", 0))
     with patch.object(
         get_accelerator(), "set_device", lambda device: chosen.append(str(device))
@@ -305,7 +304,7 @@ bf16 momentum: [[1, 3]]
 layer decay: [[1, 3], [3, 0]]
 frozen: [[0, 3], [3, 1], [1, 2], [2, 0]]
 """)
-CHECKS: dict[str, Callable[[World], None]] = {
+CHECKS = {
     **{
         f"{task} moves from ZeRO {source} to {target}": partial(
             state_moves_in_the_middle, source=source, target=target, task=task

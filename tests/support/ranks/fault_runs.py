@@ -59,7 +59,7 @@ class FaultRuns:
         self.starter = starter
         self.shards = shards
         self.folder = folder
-        self._undisturbed: dict[tuple[str, ...], Path] = {}
+        self._undisturbed = {}
 
     def start(
         self,
@@ -78,7 +78,7 @@ class FaultRuns:
         is_node_of_its_own: each rank, n0, n1, ...
         """
         folder.mkdir(parents=True, exist_ok=True)
-        command: list[str | Path] = [ROOT / f"{stage}/main.py"]
+        command = [ROOT / f"{stage}/main.py"]
         command += [
             "--config",
             ROOT / f"configs/digits/{stage}.yaml",

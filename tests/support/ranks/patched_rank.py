@@ -28,7 +28,7 @@ from vitscale.engine.engine import Engine, ReadPart
 from vitscale.training import session
 
 # Calls of a training, in the module that looks the name up.
-PLACES: dict[str, str] = yaml.safe_load("""
+PLACES = yaml.safe_load("""
 index: vitscale.training.session _read_index
 prepare: vitscale.objectives.objective Objective.prepare
 decoder: vitscale.training.session resolve_decoder
@@ -215,7 +215,7 @@ def _seed_by_process() -> None:
     session.seed_step = seed_step
 
 
-MUTANTS: dict[str, Callable[[], None]] = {
+MUTANTS = {
     "weights": _replaced("model", "ema"),
     "second moments": _replaced("exp_avg_sq", None),
     "average of the weights": _replaced("ema", "model"),

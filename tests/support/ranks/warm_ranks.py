@@ -159,7 +159,7 @@ class WarmStarter:
         path = os.pathsep.join(filter(None, paths))
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self._server = ForkServer()
-        self._leaders: list[int] = []
+        self._leaders = []
 
     def __enter__(self) -> WarmStarter:
         self._server.set_forkserver_preload(list(WARMED))
