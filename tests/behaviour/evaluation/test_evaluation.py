@@ -101,8 +101,8 @@ def subject(*shards: str, outputs: int = 3):
 # The classes of the shards, the outputs of the model, and what the error and its advice say.
 @rows("""
 - [shards, outputs, message]
-- [[], 3, (?s)needs labels.*labelled shards]
-- [[cat], 0, (?s)has no head.*knn]
+- [[], 3, "(?s)needs labels.*labelled shards"]
+- [[cat], 0, "(?s)has no head.*knn"]
 """)
 def test_what_has_no_classes_is_refused(shards, outputs, message):
     check_labels(subject("cat", "dog", "eel"), name="classification")
