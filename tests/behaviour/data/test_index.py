@@ -79,6 +79,8 @@ def test_a_split_is_read_without_the_others(shards):
     assert index.offset.tolist() == [row["offset"] for row in rows]
     assert index.length.tolist() == [row["length"] for row in rows]
     assert index.label.tolist() == [0, 1] * 10 and index.classes == ("cat", "dog")
+
+    # The first eight bytes tell whether a sample was damaged.
     hashes = [int.from_bytes(row["blake3"][:8], "little") for row in rows]
     assert index.hash_prefix.tolist() == hashes
     assert keys(index) == NAMES
@@ -116,6 +118,8 @@ def test_keys_of_any_samples_are_those_of_the_table(many_groups, split, seed):
     names = [expected[row] for row in subset]
     assert keys(index.subset(subset, name="some")) == names
     assert sample_keys(index, []) == []
+
+    # A list by hand may name what is gone; two such lines are counted.
     listing = listed(many_groups / "keys", [*names, "other", "unknown"])
     chosen = choose_by_key(index, listing)
     assert keys(chosen) == names
@@ -133,6 +137,7 @@ def damage_keys(path: Path, row_group: int) -> None:
     """Overwrite the keys of a row group on the disk."""
     column = pq.ParquetFile(path).metadata.row_group(row_group).column(0)
     assert column.path_in_schema == "key"
+    # A dictionary, where there is one, comes before the values.
     start = column.dictionary_page_offset or column.data_page_offset
     with open(path, "r+b") as file:
         file.seek(start)
@@ -185,6 +190,7 @@ def test_a_sample_without_a_readable_key_is_named_by_number(copy, change):
     """Whatever happens to the index during a run, a name does not end it."""
     index = read_split(copy, split="train")
     assert sample_names([index], [(0, 6), (0, 1)]) == [repr(NAMES[6]), repr(NAMES[1])]
+
     change(copy / INDEX_NAME)
     assert sample_names([index], [(0, 6)]) == ["number 6 of 'train'"]
     with pytest.raises(UserError):
@@ -278,6 +284,7 @@ def test_keys_are_searched_anew_where_storage_fails_in_the_middle(
     names = [row["key"] for row in rows if row["split"] == "train"][1::6]
     split = read_split(many_groups, split="train")
     monkeypatch.setattr(atomic_files, "READ_PAUSES_S", (0.0,))
+    # One group per read, so that a failure comes in the middle.
     monkeypatch.setattr(index_module, "GROUPS_AT_ONCE", 1)
     monkeypatch.setattr(pq.ParquetFile, "read_row_groups", failing)
     chosen = choose_by_key(split, listed(many_groups / "keys", names))
@@ -297,6 +304,8 @@ def test_missing_and_shortened_tars_are_all_named(copy):
     assert "train-000002.tar: 5 bytes, but the manifest says " in text
     assert "2 of 4 files" in text and "make the shards again" in text
     assert read_split(copy, split="test").num_samples == 4
+
+    # The other ranks, without a look at the tars.
     unchecked = open_training_set(settings, seed=0, check_files=False)
     passed_on = pickle.loads(pickle.dumps(unchecked))
     assert passed_on.fingerprint == whole.fingerprint
@@ -380,6 +389,8 @@ def test_a_subset_keeps_labels_and_places(shards, tmp_path, settings, chosen):
     np.testing.assert_array_equal(index.offset, stored.offset[chosen])
     assert sum(index.shard_lengths) == len(chosen) and part.classes == ("cat", "dog")
     assert part.fingerprint != whole.fingerprint
+
+    # What is held out and what is trained on are the whole together.
     if "dev_percent" in settings:
         uncut = opened(shards, **{**settings, "dev_percent": 0.0})
         assert part.dev is not None and uncut.dev is None
@@ -418,6 +429,7 @@ def test_the_cache_must_hold_the_largest_tars_of_each_set():
     sizes = range(20 << 20, 40 << 20, 1 << 20)
     tars = [RemoteFile(Url("http://x/y"), size, "", Path(), 0) for size in sizes]
     parts = [SimpleNamespace(shards=tars)] * 2
+    # The sixteen largest of 20 to 39 MiB, of each of two sets.
     gib = 2 * sum(range(24, 40)) / 1024
     _check_cache(parts, RemoteSettings(cache_gib=gib))
     with refused("0.984 GiB or more"):

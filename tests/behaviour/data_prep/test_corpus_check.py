@@ -131,10 +131,14 @@ def test_a_space_may_have_classes_without_training_images(tmp_path):
     kept = stored(tmp_path / "s")
     assert {name for name, _ in kept["train"]} == {"ant"}
     assert {name for name, _ in kept["val"]} == {"ant", "walrus"}
+
+    # Without a space, a class that has too few images is left out, here and in val.
     (source / "train/empty").rmdir()
     prepare_here(run_of(source, tmp_path / "t", source={"min_images_per_class": 3}))
     assert read_manifest(tmp_path / "t").classes == ("ant",)
     shutil.rmtree(tmp_path / "s")
+
+    # The list of classes changes between two steps of one preparation.
     work = prepare_here(run, until="finish")
     (tmp_path / "space.txt").write_text("ant\nwalrus\n")
     with refused("begun with other settings"):
@@ -151,6 +155,8 @@ def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path):
         "no usable image is left of 1 classes: dog (in train)" in text
         and "dog/0.png" in text
     )
+
+    # A folder without any file is another mistake, with a count of its own.
     (source / "train/eel").mkdir()
     text = refusal(tmp_path, source, images=ANY_BAD)
     assert "1 of 3 classes hold no images: 'eel'" in text
@@ -208,6 +214,7 @@ def write_labels(kind: str, root: Path, labels: list[str]) -> tuple[Path, Values
 )
 def test_a_label_that_is_no_plain_number_among_numbers_is_refused(kind, odd, tmp_path):
     labels = [str(number % 12) for number in range(24)]
+    # One of 24 is enough: it would be sorted among the numbers, as text.
     labels[13] = odd
     source, settings = write_labels(kind, tmp_path / "in", labels)
     text = refusal(tmp_path, source, source=settings)
@@ -236,6 +243,8 @@ def test_floats_are_refused_and_a_mark_of_windows_is_no_part_of_a_number(tmp_pat
     floats = [f"{n}.0" for n in range(12)]
     source, settings = write_labels("path_table", tmp_path / "in", floats)
     assert "such as '0.0' of '0.png'" in refusal(tmp_path, source, source=settings)
+
+    # Notepad writes a byte order mark before the number.
     source, settings = write_labels("cls", tmp_path / "tars", ["0", "\ufeff1", "2"])
     prepare_here(run_of(source, tmp_path / "s", source=settings))
     assert read_manifest(tmp_path / "s").classes == ("0", "1", "2")
@@ -250,6 +259,8 @@ def test_folders_named_by_numbers_are_sorted_as_text_and_it_is_said(tmp_path):
     named = write_folder(tmp_path / "b", dict.fromkeys([*"0123456789", "none"], 1))
     prepare_here(run_of(named, tmp_path / "s2"))
     assert read_manifest(tmp_path / "s2").notes == ()
+
+    # 3 and 03 would be two classes.
     assert "such as '03'" in refusal(tmp_path, write_folder(source, {"03": 1}))
 
 
@@ -258,6 +269,8 @@ def test_parquet_files_must_name_their_classes_alike(tmp_path):
     metadata = {"huggingface": json.dumps({"info": {"features": {"label": feature}}})}
     columns = {"image": [picture(1), picture(2)], "label": pa.array([0, 1])}
     (tmp_path / "in").mkdir()
+
+    # One of two files has names: the numbers of the other may mean anything.
     named = pa.table(columns).replace_schema_metadata(metadata)
     pq.write_table(named, tmp_path / "in/a.parquet")
     pq.write_table(pa.table(columns), tmp_path / "in/b.parquet")
@@ -312,6 +325,7 @@ def test_one_tar_or_table_under_two_names_is_refused(tmp_path):
     (tmp_path / "in/b.tar").symlink_to("a.tar")
     text = refusal(tmp_path, tmp_path / "in", source={"kind": "webdataset"})
     assert "one file has two names: 'a.tar' and 'b.tar'" in text
+
     splits = {"kind": "webdataset", "splits": {"train": "a.tar", "val": "b.tar"}}
     assert "two splits share files" in refusal(tmp_path, tmp_path / "in", source=splits)
 
@@ -327,6 +341,8 @@ def test_equal_bytes_in_two_splits_are_counted_for_every_source(tmp_path):
         "1 images of test have the bytes of images of train",
         "1 images of val have the bytes of images of train",
     ]
+
+    # An index of tars that others made says the same.
     members = {"0.png": picture(1), "0.cls": b"0", "1.png": picture(2), "1.cls": b"0"}
     write_tars(tmp_path / "tars", {"train-0.tar": members, "val-0.tar": members})
     text = index(tmp_path / "tars", tmp_path / "index")
@@ -389,6 +405,8 @@ def test_keys_of_two_splits_are_refused_where_copies_are_left_out(tmp_path):
         members = {"0.png": picture(first), "0.cls": b"0"}
         write_tars(tmp_path / "tars", {f"{first}-{split}.tar": members})
     index(tmp_path / "tars", tmp_path / "index")
+
+    # Training may have both; looking for copies may not: it names samples by their keys.
     manifest = read_manifest(tmp_path / "index")
     assert check_folder(tmp_path / "index", manifest=manifest, num_workers=1) == []
     for split in ("train", "val"):
@@ -404,6 +422,7 @@ def test_a_list_refuses_an_index_whose_keys_repeat(indexed, tmp_path):
     short = pa.array([key.partition("/")[2] for key in table["key"].to_pylist()])
     pq.write_table(table.set_column(0, "key", short), tmp_path / "old/index.parquet")
     manifest = json.loads((indexed / "manifest.json").read_text())
+    # All else of the folder fits, so that only the keys are wrong.
     manifest["index_bytes"] = (tmp_path / "old/index.parquet").stat().st_size
     manifest["shards_root"] = str(indexed.parent / "tars")
     (tmp_path / "old/manifest.json").write_text(json.dumps(manifest))
@@ -426,6 +445,8 @@ def test_parts_of_sorted_tars_are_drawn_from_all_of_them(indexed):
         sample_keys(each, range(each.num_samples)) for each in (part, found.dev)
     )
     assert (len(kept), len(held)) == (84, 36) and len({*kept, *held}) == 120
+
+    # Half of what the cut leaves for training.
     both = opened(indexed, first_percent=50.0, dev_percent=50.0)
     assert both.parts[0].num_samples == 30 and both.dev is not None
 
@@ -451,6 +472,8 @@ def test_an_output_of_another_source_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for same in ("one", "./two/../one/", str(tmp_path / "one"), "link"):
         assert find_existing(WorkFolder(run_of(Path(same), tmp_path / "s"))) is not None
+
+    # A link that leads elsewhere now is another source.
     (tmp_path / "link").unlink()
     (tmp_path / "link").symlink_to("two")
     prepare_here(run_of(tmp_path / "one", tmp_path / "t"), until="finish")
@@ -472,6 +495,8 @@ def test_unlabelled_folders_are_listed_in_parts_with_the_same_result(tmp_path):
     (root / "3/link").symlink_to("../4")
     run = run_of(root, tmp_path / "s", labels={"values": "none"}, images=ANY_BAD)
     work = prepare_here(run, until="list inputs")
+
+    # About one part a folder, each of them once.
     boxes = json.loads((work.path / "containers.json").read_text())
     assert len(boxes) > 81 and len({json.dumps(box) for box in boxes}) == len(boxes)
     prepare_here(run)

@@ -78,6 +78,8 @@ def test_folders_named_by_keywords_are_splits(folders, splits, tmp_path):
     touch(tmp_path, ".cache/x/3.jpg")
     rows = inputs(tmp_path)
     assert classes_of(rows) == {"cat", "dog"}
+
+    # Splits are found in folders without labels, too.
     for each in (rows, inputs(tmp_path, values="none")):
         assert sorted({row.split for row in each}) == splits.split()
 
@@ -91,6 +93,7 @@ def test_folders_that_may_be_splits_are_refused_with_both_readings(names, tmp_pa
             touch(tmp_path, f"{name}/1.jpg")
         else:
             touch(tmp_path, f"{name}/cat/1.jpg", f"{name}/dog/2.jpg")
+
     with refused("named like splits") as caught:
         inputs(tmp_path)
     advice = caught.value.next_step or ""

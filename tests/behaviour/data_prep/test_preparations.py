@@ -83,6 +83,8 @@ def test_ignored_classes_leave_no_label(tmp_path):
     assert {key for key in keys if "sub" not in key} == top
     with tarfile.open(tmp_path / "s/train-000000.tar") as tar:
         assert {Path(name).suffix for name in tar.getnames()} == {".png"}
+
+    # Neither has the ledger a class, and the output is sound.
     assert {row["class"] for row in ledger(tmp_path / "s").values()} == {None}
     assert check_folder(tmp_path / "s", manifest=manifest, num_workers=1) == []
 
@@ -147,6 +149,8 @@ def test_a_changed_file_changes_the_settings(section, key, text, tmp_path):
     run = run_of(tmp_path, tmp_path / "out", **{section: {key: str(listed)}})
     with refused(f"{section}.{key}"):
         content_config(run)
+
+    # The same bytes are the same settings, other bytes are others.
     listed.write_text(text)
     before = content_config(run)
     assert changed_settings(before, content_config(run), purpose="output") == {}
@@ -170,6 +174,8 @@ def test_too_many_bad_inputs_are_refused_before_an_image_is_read(num_links, tmp_
             path.write_bytes(b"rotten")
     images = {"max_bad_fraction": 0.2}
     run = run_of(tmp_path / "images", tmp_path / "out", images=images)
+
+    # A fifth is what the settings allow.
     if num_links == 4:
         assert tars.shard_units(prepare_here(run, until="write shards"))
         return
@@ -232,6 +238,7 @@ def test_a_shard_is_written_without_holding_its_images(tmp_path):
     run = run_of(tmp_path / "images", tmp_path / "shards")
     work = prepare_here(run, until="write shards")
     (unit,) = tars.shard_units(work)
+    # 16 images of 1 MiB: a writer that holds them all is above the limit.
     tracemalloc.start()
     tars.write_shard(work, unit)
     _, peak = tracemalloc.get_traced_memory()
@@ -292,7 +299,9 @@ def test_an_unmounted_source_keeps_the_work_and_resumes(
     mount, leaves_a_folder, tmp_path
 ):
     run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+
     p = prepare_here(run, until="write shards")
+    # A mount leaves the times of its folder as they were.
     times = (tmp_path / "images").stat()
     (tmp_path / mount).rename(tmp_path / "aside")
     if leaves_a_folder:
@@ -340,11 +349,13 @@ def ordered(
 @given(st.lists(NAMES, unique=True, max_size=60), st.integers(1, 20))
 def test_order_and_keys_do_not_depend_on_the_order_of_listing(names, batch):
     inputs = [make_input(name) for name in names]
+
     whole = ordered(inputs, batch=1000)
     shuffled = random.Random(batch).sample(inputs, len(inputs))
     assert ordered(shuffled, batch=batch) == whole
     assert sorted(path for path, _ in whole) == sorted(map(os.fsencode, names))
     keys = [key for _, key in whole]
+    # File systems without cases must tell them apart, too.
     assert len({key.lower() for key in keys}) == len(keys)
     assert all(re.fullmatch(r"[A-Za-z0-9_-]{1,70}", key) for key in keys)
 
@@ -359,6 +370,7 @@ def test_order_is_that_of_sha256_written_out():
 
     paths = [path for path, _ in rows]
     assert paths == sorted(paths, key=digest) and len(paths) == 50
+
     other = ordered(inputs, batch=7, seed=6)
     assert other != rows and sorted(other) == sorted(rows)
 

@@ -105,6 +105,8 @@ def test_a_started_job_is_running(run: RunFolder):
         "vit: running for 0:01:00, starting from step 50; job 4711 on n[1"
         in run.line(running)
     )
+
+    # Two intervals of this start are enough for a rate, and hence for the time that is left.
     run.log(62, ago=14)
     run.log(64, **{"vitals/images_per_s": 812.0, "vitals/mfu": 0.4})
     assert "step 64 of 100 (64%), 812 img/s, MFU 40.0%, 0:01:02 left; job" in run.line(
@@ -173,6 +175,8 @@ def test_a_process_of_this_machine_is_running(run: RunFolder):
 def test_an_evaluation_that_is_repeated_is_running(run: RunFolder):
     (run.folder / "results.json").touch()
     assert read_state(run.folder, None).state is RunState.FINISHED
+
+    # A process of this node that still runs holds the folder.
     (run.folder / ".lock").write_text(f"process {os.getpid()} on {node_name()}")
     assert read_state(run.folder, None).state is RunState.RUNNING
     (run.folder / ".lock").write_text("")
@@ -202,6 +206,8 @@ def test_an_array_runs_while_a_task_does(run: RunFolder):
     ]
     found = read_state(run.folder, live)
     assert (found.state, found.place) == (RunState.RUNNING, f"job {JOB}_1 on n1")
+
+    # The tasks of a preparation share its output; without a record there is nothing to go by.
     shards = run.folder.parent / "shards"
     (run.folder / "slurm/config-1.yaml").write_text(
         f"stage: data_prep\noutput: {shards}\n"
@@ -214,6 +220,8 @@ def test_an_array_runs_while_a_task_does(run: RunFolder):
     log = run.folder / f"slurm/{JOB}/{JOB}_0_0_log.out"
     log.touch()
     assert read_state(run.folder, []).state is RunState.FAILED
+
+    # One failed task is a failed array, until the output is whole.
     for task, ending in enumerate((Ending.DONE, Ending.FAILED, Ending.DONE)):
         RunFolder(run.folder / f"slurm/{JOB}/{JOB}_{task}").attempt(ending)
     assert read_state(run.folder, []).state is RunState.FAILED
@@ -235,6 +243,7 @@ def test_several_runs_are_ordered_and_counted(run: RunFolder):
     )
     assert "other: finished" in second and "3x (2 stopped, 1 failed)" in second
     assert third == "2 runs: 1 queued, 1 finished"
+    # No time is expected of a job that SLURM has suspended.
     suspended = read_state(run.folder, [job("SUSPENDED")])
     assert "is suspended and goes on by itself" in as_text([suspended], now=NOW)
 
@@ -324,8 +333,10 @@ def test_slurm_has_no_reason_without_advice():
     if not found:
         skip_or_fail("no SLURM here")
     library = ctypes.CDLL(found[0])
+    # ctypes takes every result for an int otherwise.
     library.job_reason_string.restype = library.job_state_string.restype = c_char_p
     reasons = {library.job_reason_string(code).decode() for code in range(400)}
+    # States are numbers below 16, and flags above.
     codes = [*range(16), *(1 << bit for bit in range(8, 24))]
     states = {library.job_state_string(code).decode() for code in codes} - {"?"}
     assert len(reasons) > 190 and len(states) > 20
@@ -371,6 +382,8 @@ def test_clocks_that_differ_change_no_age(run: RunFolder, here_ahead, node_ahead
         "running for 0:01:01, step 41 of 100 (41%), 0:0" in line and "ago" not in line
     )
     assert "0:00:00" not in line
+
+    # What squeue says is measured against its own clock, `seen`.
     queued = job("PENDING", reason="Resources", submitted=NOW - 60, seen=NOW)
     line = line_of(read_state(run.folder, [queued]), now=NOW + here_ahead)
     assert "(0:01:00)" in line
@@ -448,6 +461,7 @@ def squeue(tmp_path, monkeypatch) -> Path:
     program = tmp_path / "bin/squeue"
     program.parent.mkdir()
     (program.parent / "answer").write_text(ANSWER)
+    # The environment is what the test reads: settings of squeue must not reach it.
     program.write_text(
         '#!/bin/sh\n{ env; echo "$*"; } > "$0.env"\ncat "${0%squeue}answer"\n'
     )
@@ -574,6 +588,7 @@ def as_somebody_else() -> Iterator[None]:
 def shared(tmp_path) -> Iterator[Path]:
     """A folder of runs that others may enter, as pytest's own is not."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        # pytest's folders are closed to others from the root on.
         folder = Path(name)
         folder.chmod(0o755)
         yield folder
