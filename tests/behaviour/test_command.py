@@ -70,7 +70,8 @@ def test_the_script_itself_runs_as_a_rank(started, monkeypatch):
 def test_all_commands_have_scripts():
     found = [*COMMANDS.values(), *PREPARE.values()]
     scripts = [ROOT / script for script, _ in found if script]
-    assert len(scripts) == 15 and all(script.is_file() for script in scripts)
+    assert len(scripts) == 15
+    assert all(script.is_file() for script in scripts)
 
 
 # Words, and a pattern in the error.
@@ -117,7 +118,8 @@ def test_every_configuration_is_listed(capsys):
     command.start(["configs"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(config_names())
-    assert len(lines) > 40 and all(len(line) > 50 and line[-1] == "." for line in lines)
+    assert len(lines) > 40
+    assert all(len(line) > 50 and line[-1] == "." for line in lines)
 
 
 def test_help_imports_nothing_slow():

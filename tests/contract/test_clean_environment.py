@@ -71,4 +71,5 @@ def test_a_test_inherits_nothing_of_the_shell_that_starts_it():
     changeable = signal.valid_signals()
     ignored = {number for number in changeable if facts["ignored"] >> (number - 1) & 1}
     assert ignored == {signal.SIGPIPE, signal.SIGXFSZ}
-    assert facts["blocked"] == [] and facts["umask"] == 0o022
+    assert facts["blocked"] == []
+    assert facts["umask"] == 0o022

@@ -113,7 +113,8 @@ def test_the_site_files_of_containers_are_valid(name, monkeypatch):
         text=True,
         check=True,
     ).stdout
-    assert f"{site}:3" in shown and "/images/vitscale.s" in shown
+    assert f"{site}:3" in shown
+    assert "/images/vitscale.s" in shown
 
 
 def test_the_docs_show_the_site_file_of_apptainer():

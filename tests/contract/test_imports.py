@@ -20,7 +20,8 @@ def test_package_files_are_empty():
         if p.name == "__init__.py" and parsed(p).body
     ]
     allowed = {"os", "typing", "vitscale.evaluation.api"}
-    assert filled == ["vitscale"] and not imports_of("vitscale") - allowed
+    assert filled == ["vitscale"]
+    assert not imports_of("vitscale") - allowed
 
 
 def test_the_reference_of_trainings_imports_nothing_of_the_product():
@@ -31,7 +32,8 @@ def test_the_reference_of_trainings_imports_nothing_of_the_product():
             if isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                assert node.module and node.level == 0
+                assert node.module
+                assert node.level == 0
                 imported.add(node.module)
     others = {
         name for name in imported if name.split(".")[0] not in sys.stdlib_module_names

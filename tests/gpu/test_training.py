@@ -79,12 +79,14 @@ def test_a_model_is_trained_resumed_finetuned_and_evaluated(device, tmp_path):
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     shutil.rmtree(tmp_path / "again/checkpoints/step-00000020")
     said = start("pretrain/main.py", tmp_path, on, "output=again")
-    assert f"; {device}, " in said and "resuming again at step 10" in said
+    assert f"; {device}, " in said
+    assert "resuming again at step 10" in said
     whole, again = (
         journal(tmp_path / name, "train/loss")["train/loss"]
         for name in ("whole", "again")
     )
-    assert len(again) == 20 and again == pytest.approx(whole, rel=1e-3)
+    assert len(again) == 20
+    assert again == pytest.approx(whole, rel=1e-3)
     start(
         "finetune/main.py",
         tmp_path,

@@ -78,21 +78,22 @@ def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage):
     damaged(damage, save(tmp_path, 2))
     checkpoint, complaints = newest_checkpoint(checkpoints)
     assert checkpoint.step == 1
-    assert len(complaints) == 1 and "skipping damaged checkpoint" in complaints[0]
+    assert len(complaints) == 1
+    assert "skipping damaged checkpoint" in complaints[0]
     assert "next:" not in complaints[0]  # the older one is taken without being asked
     (checkpoints / "step-00000001").rename(tmp_path / "away")
     before = content(checkpoints)
     with refused("holds checkpoints, but none that can be read") as caught:
         newest_checkpoint(checkpoints)
-    assert "step-00000002" in caught.value.what and "start over" in str(
-        caught.value.next_step
-    )
+    assert "step-00000002" in caught.value.what
+    assert "start over" in str(caught.value.next_step)
     assert content(checkpoints) == before
     # The run resumes from step 1 and commits step 2 again, over the damaged folder.
     (tmp_path / "away").rename(checkpoints / "step-00000001")
     save(tmp_path, 2)
     checkpoint, complaints = newest_checkpoint(checkpoints)
-    assert checkpoint.step == 2 and complaints == []
+    assert checkpoint.step == 2
+    assert complaints == []
 
 
 def test_an_outage_of_storage_is_no_damage(tmp_path, monkeypatch):
@@ -112,7 +113,8 @@ def test_an_outage_of_storage_is_no_damage(tmp_path, monkeypatch):
     pauses = []
     monkeypatch.setattr(atomic_files.time, "sleep", pauses.append)
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
-    assert checkpoint.step == 2 and complaints == []
+    assert checkpoint.step == 2
+    assert complaints == []
     left[0] = 100
     with pytest.raises(StorageError, match=r"cannot be read \(Stale file handle\)"):
         newest_checkpoint(tmp_path / "checkpoints")
@@ -164,7 +166,8 @@ def test_retention_counts_whole_earlier_steps_alone(tmp_path):
     light_save(folder.parent, step=3, keep=2)
     assert [path.name[-1] for path in sorted(folder.parent.iterdir())] == [*"1345"]
     checkpoint, complaints = newest_checkpoint(folder.parent)
-    assert checkpoint.step == 3 and len(complaints) == 2
+    assert checkpoint.step == 3
+    assert len(complaints) == 2
 
 
 def test_files_are_verified_from_disk_before_the_commit(tmp_path, monkeypatch):
@@ -215,9 +218,7 @@ def test_ranks_share_the_verification_and_agree(tmp_path, monkeypatch, num_damag
     assert len(set(hashed)) == len(hashed) == 2 * num_ranks - num_damaged
     if num_damaged == 1:
         checkpoint, complaints = found[0]
-        assert (
-            checkpoint.step == 1
-            and "step-00000002/rank-00003.safetensors" in complaints[0]
-        )
+        assert checkpoint.step == 1
+        assert "step-00000002/rank-00003.safetensors" in complaints[0]
     else:
         assert "none that can be read" in found[0]

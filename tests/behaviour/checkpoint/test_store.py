@@ -74,10 +74,12 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
     update.join(60)
     assert not update.is_alive(), "waits for the disk"
     weights.fill_(7.0)
-    assert store.take_committed() is None and newest_checkpoint(store.folder)[0] is None
+    assert store.take_committed() is None
+    assert newest_checkpoint(store.folder)[0] is None
     writing.set()
     committed = store.wait()
-    assert committed.step == 1 and committed.warnings == ()
+    assert committed.step == 1
+    assert committed.warnings == ()
     assert store.wait() is None and store.take_committed() is None, "taken twice"
     checkpoint = read_checkpoint(committed.folder)
     assert torch.equal(read_tensors(checkpoint.files)["model.a"], torch.zeros(1000))
@@ -138,7 +140,8 @@ def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
     save_at(3000.0)
     monkeypatch.setattr(folders, "write_new_file", refuse)
     save_at(6500.0)
-    assert len(said) == 1 and "training goes on" in said[0]
+    assert len(said) == 1
+    assert "training goes on" in said[0]
     with pytest.raises(folders.OverdueError):
         save_at(6700.0)
 
@@ -259,7 +262,8 @@ def test_save_that_reads_back_differently_is_refused(
     with refused("does not match its hash"):
         save(tmp_path, world, step=2, keep=1)
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
-    assert checkpoint.step == 1 and complaints == []
+    assert checkpoint.step == 1
+    assert complaints == []
 
 
 def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world: World, monkeypatch):
@@ -268,7 +272,8 @@ def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world: World, monkeyp
     assert resolve_weights(str(folder)) == (read_checkpoint(folder), [])
     flip(save(tmp_path, world, step=5) / "rank-00000.safetensors", -1)
     checkpoint, complaints = resolve_weights(str(tmp_path))
-    assert checkpoint.step == 4 and "step-00000005" in complaints[0]
+    assert checkpoint.step == 4
+    assert "step-00000005" in complaints[0]
     with refused("no such run(?s:.*)hf://OWNER/NAME"):
         resolve_weights(str(tmp_path / "nowhere"))
     with refused(f"did you mean {tmp_path}[?]"):
@@ -308,7 +313,8 @@ def test_a_run_folder_that_is_gone_ends_the_process_and_stays_away(
     with lock(folder):
         folder.rename(folder.with_name("moved"))
         assert ended.wait(PATIENCE_S)
-    assert codes[0] == FailureKind.STORAGE.exit_code and not folder.exists()
+    assert codes[0] == FailureKind.STORAGE.exit_code
+    assert not folder.exists()
     assert (
         f"{folder}: was moved or removed during the training" in capsys.readouterr().err
     )

@@ -36,7 +36,8 @@ def test_arguments_may_stand_in_any_order(config, rank):
         1e-4,
         "a.yaml",
     )
-    assert found.switches == {"--dry-run"} and command(*config).switches == frozenset()
+    assert found.switches == {"--dry-run"}
+    assert command(*config).switches == frozenset()
 
 
 def test_no_configuration_is_answered_with_commands():
@@ -55,7 +56,8 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_help_lists_groups_or_settings(capsys):
     short = shown(capsys, "--help")
-    assert "  x.py data.path=SHARDS" in short and "--dry-run" in short
+    assert "  x.py data.path=SHARDS" in short
+    assert "--dry-run" in short
     assert "\n  optim          a group with the keys name, lr, " in short
     assert (
         "\n  objective      a group with the key name: masked_patch_prediction, "
@@ -65,9 +67,11 @@ def test_help_lists_groups_or_settings(capsys):
     assert (
         "\n- **`optim.lr`** (a number above 0; required). Peak learning rate" in optim
     )
-    assert "`schedule.epochs`" in optim and "data.path" not in optim
+    assert "`schedule.epochs`" in optim
+    assert "data.path" not in optim
     key = shown(capsys, "seed=1", "--help=optim.ema")
-    assert key.startswith("\n## optim\n\n- **`optim.ema`** (") and "optim.lr" not in key
+    assert key.startswith("\n## optim\n\n- **`optim.ema`** (")
+    assert "optim.lr" not in key
     with refused("no group or key 'optm'.*\n.*\n.* did you mean optim?"):
         command("--help", "optm")
 
@@ -89,7 +93,8 @@ def test_words_are_the_value_of_their_key():
     found = load_command(
         PredictRun, argv=argv, needs_config=False, words_key="images", **texts
     )
-    assert found.run.images == ("[b].jpg", "c d.png") and found.config_path is None
+    assert found.run.images == ("[b].jpg", "c d.png")
+    assert found.config_path is None
 
 
 def test_command_line_and_file_errors_share_one_report():

@@ -184,7 +184,8 @@ def test_command_line_beats_file_beats_base_beats_default(here):
     assert (run.data.path, run.optim.lr) == ("c", 2e-3)
     assert (run.data.global_batch, run.seed) == (64, 0)
     # Lists are replaced, groups merged.
-    assert run.launch.setup == ("c",) and run.launch.sbatch == {"x": 1, "y": 2, "z": 3}
+    assert run.launch.setup == ("c",)
+    assert run.launch.sbatch == {"x": 1, "y": 2, "z": 3}
     assert places["data", "path"] == "command line"
     assert places["optim", "lr"] == "sub/b.yaml:3"
     assert places["data", "global_batch"] == "a.yaml:5"
@@ -275,7 +276,8 @@ def test_a_choice_inherits_what_its_group_has(here, base, child, expected):
 
 def test_a_group_of_no_name_has_the_default_one_which_nobody_set(here):
     model = load_run(PretrainRun, "a.yaml").run.model
-    assert model.name == "vit" and model.model_fields_set == {"preset"}
+    assert model.name == "vit"
+    assert model.model_fields_set == {"preset"}
 
 
 def test_a_key_missing_in_a_replaced_list_is_placed_in_the_new_list(here):

@@ -78,7 +78,8 @@ def test_a_split_is_read_without_the_others(shards):
     assert index.shard_of.tolist() == [0] * 7 + [1] * 7 + [2] * 6
     assert index.offset.tolist() == [row["offset"] for row in rows]
     assert index.length.tolist() == [row["length"] for row in rows]
-    assert index.label.tolist() == [0, 1] * 10 and index.classes == ("cat", "dog")
+    assert index.label.tolist() == [0, 1] * 10
+    assert index.classes == ("cat", "dog")
 
     # The first eight bytes tell whether a sample was damaged.
     hashes = [int.from_bytes(row["blake3"][:8], "little") for row in rows]
@@ -123,10 +124,8 @@ def test_keys_of_any_samples_are_those_of_the_table(many_groups, split, seed):
     listing = listed(many_groups / "keys", [*names, "other", "unknown"])
     chosen = choose_by_key(index, listing)
     assert keys(chosen) == names
-    assert (
-        "2 lines of data.only_keys name no sample" in chosen.note
-        and "'unknown'" in chosen.note
-    )
+    assert "2 lines of data.only_keys name no sample" in chosen.note
+    assert "'unknown'" in chosen.note
     assert choose_by_key(index, listed(many_groups / "keys", names)).note == ""
     # That other settings leave out a sample does not matter.
     some = index.subset(subset[1:], name="some")
@@ -288,7 +287,8 @@ def test_keys_are_searched_anew_where_storage_fails_in_the_middle(
     monkeypatch.setattr(index_module, "GROUPS_AT_ONCE", 1)
     monkeypatch.setattr(pq.ParquetFile, "read_row_groups", failing)
     chosen = choose_by_key(split, listed(many_groups / "keys", names))
-    assert len(calls) == 2 + 1 + 11 and keys(chosen) == names
+    assert len(calls) == 2 + 1 + 11
+    assert keys(chosen) == names
 
 
 def test_missing_and_shortened_tars_are_all_named(copy):
@@ -302,7 +302,8 @@ def test_missing_and_shortened_tars_are_all_named(copy):
     text = str(caught.value)
     assert "train-000000.tar: missing" in text
     assert "train-000002.tar: 5 bytes, but the manifest says " in text
-    assert "2 of 4 files" in text and "make the shards again" in text
+    assert "2 of 4 files" in text
+    assert "make the shards again" in text
     assert read_split(copy, split="test").num_samples == 4
 
     # The other ranks, without a look at the tars.
@@ -387,13 +388,15 @@ def test_a_subset_keeps_labels_and_places(shards, tmp_path, settings, chosen):
     assert part.num_samples == len(chosen)
     np.testing.assert_array_equal(index.label, stored.label[chosen])
     np.testing.assert_array_equal(index.offset, stored.offset[chosen])
-    assert sum(index.shard_lengths) == len(chosen) and part.classes == ("cat", "dog")
+    assert sum(index.shard_lengths) == len(chosen)
+    assert part.classes == ("cat", "dog")
     assert part.fingerprint != whole.fingerprint
 
     # What is held out and what is trained on are the whole together.
     if "dev_percent" in settings:
         uncut = opened(shards, **{**settings, "dev_percent": 0.0})
-        assert part.dev is not None and uncut.dev is None
+        assert part.dev is not None
+        assert uncut.dev is None
         assert [*keys(index), *keys(part.dev)] == keys(uncut.parts[0])
         assert len({part.fingerprint, uncut.fingerprint, part.dev.fingerprint}) == 3
 
@@ -405,16 +408,16 @@ def test_the_same_choice_from_another_file_is_the_same_set(shards, tmp_path):
             (NAMES[3:6], [*NAMES[5:2:-1], "not there"], NAMES[3:5])
         )
     )
-    assert (
-        one.fingerprint == two.fingerprint and one.key_hash == two.key_hash is not None
-    )
+    assert one.fingerprint == two.fingerprint
+    assert one.key_hash == two.key_hash is not None
     assert one.key_hash != three.key_hash
 
 
 def test_a_mixture_names_all_its_parts(shards, tmp_path):
     other = write_shard_folder(tmp_path / "b", num_per_class=4, num_shards=1, seed=5)
     mixed = opened(shards, mixture=[{"path": str(other), "share": 0.25}])
-    assert mixed.num_samples == 28 and mixed.order.shares == (750_000, 250_000)
+    assert mixed.num_samples == 28
+    assert mixed.order.shares == (750_000, 250_000)
     others = [
         opened(shards),
         opened(shards, mixture=[{"path": str(other), "share": 0.5}]),

@@ -344,7 +344,8 @@ def test_damage_is_fetched_again_and_never_kept(cache: Cache, log):
     log.write_text("")
     with refused("bucket/99: cannot be read: its bytes do not have"):
         cache.file(99).path()
-    assert cache.held() == [] and requests(log) == [99] * remote.DAMAGED_READS
+    assert cache.held() == []
+    assert requests(log) == [99] * remote.DAMAGED_READS
 
 
 def test_a_cache_that_cannot_keep_a_file_is_one_error(tmp_path, log):
@@ -367,7 +368,8 @@ def test_partial_files_of_a_killed_process_are_removed(cache: Cache):
     cache.file(4).path()
     assert cache.held() == [2, 3, 4]
     left.write_bytes(content(0))
-    assert cache.file(1).path().read_bytes() == content(1) and not left.exists()
+    assert cache.file(1).path().read_bytes() == content(1)
+    assert not left.exists()
 
 
 def _fetch_all(cache: Cache, first: int, sizes: Path) -> None:

@@ -202,7 +202,8 @@ def test_a_read_that_fails_half_way_is_no_damage(shards, no_pauses):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pread", pread)
-        assert samples.fill(0, OUT)[1] == [] and not errors
+        assert samples.fill(0, OUT)[1] == []
+        assert not errors
 
 
 @every(error="EBADMSG, EUCLEAN, ENODATA")
@@ -211,7 +212,8 @@ def test_bytes_that_the_file_system_finds_damaged_are_substituted_in_training_on
 ):
     with failing(error) as calls:
         _, (lost,) = training(shards).fill(0, OUT)
-        assert lost.error == os.strerror(getattr(errno, error)) and len(calls) == 2
+        assert lost.error == os.strerror(getattr(errno, error))
+        assert len(calls) == 2
     with failing(error), refused("'train-00003' cannot be read"):
         evaluation(shards).fill(3, OUT)
 

@@ -57,10 +57,8 @@ def test_an_epoch_has_every_sample_once(folder, monkeypatch):
     stored = {key: number for number, key in enumerate(sample_keys(index, range(NUM)))}
     found = taken(folder, 3 * NUM)
     for _, key, image, label in found:
-        assert (
-            label == index.label[stored[key]]
-            and len(image) == index.length[stored[key]]
-        )
+        assert label == index.label[stored[key]]
+        assert len(image) == index.length[stored[key]]
     epochs = [
         [key for _, key, _, _ in found[i * NUM : (i + 1) * NUM]] for i in range(3)
     ]
@@ -125,7 +123,8 @@ def test_images_that_cannot_be_decoded_are_counted(tmp_path):
     lost = {
         each.key for batch in batches(settings(tmp_path)) for each in batch.unreadable
     }
-    assert {"1", "29", "no_image"} < lost and "2" not in lost
+    assert {"1", "29", "no_image"} < lost
+    assert "2" not in lost
     write_tars(tmp_path, {"train-0.tar": members})
     with refused("9 samples in a row cannot be read, the last: "):
         batches(settings(tmp_path))

@@ -151,10 +151,8 @@ def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path):
     )
     (source / "train/dog/0.png").write_bytes(picture(3)[:60])
     text = refusal(tmp_path, source, images=ANY_BAD)
-    assert (
-        "no usable image is left of 1 classes: dog (in train)" in text
-        and "dog/0.png" in text
-    )
+    assert "no usable image is left of 1 classes: dog (in train)" in text
+    assert "dog/0.png" in text
 
     # A folder without any file is another mistake, with a count of its own.
     (source / "train/eel").mkdir()
@@ -379,7 +377,8 @@ def opened(path: Path, **settings) -> TrainingSet:
 def test_keys_that_tars_share_get_the_name_of_their_tar(indexed, tmp_path):
     split = read_split(indexed, split="train")
     keys = sample_keys(split, range(split.num_samples))
-    assert len(set(keys)) == 120 and keys[25] == "1/005"
+    assert len(set(keys)) == 120
+    assert keys[25] == "1/005"
     rows = pq.read_table(indexed / "ledger.parquet").to_pylist()
     paths = list_samples(indexed)["path"].to_pylist()
     assert paths == [f"{key.replace('/', '.tar/')}.png" for key in keys]
@@ -444,11 +443,13 @@ def test_parts_of_sorted_tars_are_drawn_from_all_of_them(indexed):
     kept, held = (
         sample_keys(each, range(each.num_samples)) for each in (part, found.dev)
     )
-    assert (len(kept), len(held)) == (84, 36) and len({*kept, *held}) == 120
+    assert (len(kept), len(held)) == (84, 36)
+    assert len({*kept, *held}) == 120
 
     # Half of what the cut leaves for training.
     both = opened(indexed, first_percent=50.0, dev_percent=50.0)
-    assert both.parts[0].num_samples == 30 and both.dev is not None
+    assert both.parts[0].num_samples == 30
+    assert both.dev is not None
 
 
 def test_an_index_is_checked_as_a_whole_too(tmp_path):
@@ -498,7 +499,8 @@ def test_unlabelled_folders_are_listed_in_parts_with_the_same_result(tmp_path):
 
     # About one part a folder, each of them once.
     boxes = json.loads((work.path / "containers.json").read_text())
-    assert len(boxes) > 81 and len({json.dumps(box) for box in boxes}) == len(boxes)
+    assert len(boxes) > 81
+    assert len({json.dumps(box) for box in boxes}) == len(boxes)
     prepare_here(run)
     rows = ledger(tmp_path / "s")
     expected = {
@@ -511,4 +513,5 @@ def test_unlabelled_folders_are_listed_in_parts_with_the_same_result(tmp_path):
     assert rows[".hidden/x.png"]["reason"] == "hidden"
     with tarfile.open(tmp_path / "s/train-000000.tar") as tar:
         keys = {name.removesuffix(".png") for name in tar.getnames()}
-    assert "train-0" in keys and len(keys) == 83
+    assert "train-0" in keys
+    assert len(keys) == 83

@@ -166,7 +166,8 @@ def test_copies_stand_the_second_look(draw):
         image = draw(seed).convert("RGB")
         original = encoded(image, "PNG")
         hardest = encoded(ImageOps.mirror(scaled(image, 0.4, 0.41)), "JPEG", quality=30)
-        assert likeness(original, hardest) > 0.9 and likeness(hardest, original) > 0.9
+        assert likeness(original, hardest) > 0.9
+        assert likeness(hardest, original) > 0.9
         for make in COPIES.values():
             assert 0.9 < likeness(original, make(image)) <= 1
             assert 0.9 < likeness(make(image), original) <= 1
@@ -189,7 +190,8 @@ def test_likeness_is_the_correlation_of_both_pictures(turn):
 def test_the_files_of_a_folder_are_in_one_order(tmp_path):
     touch(tmp_path, *(f"{number}.jpg" for number in range(30)))
     names = list_images(tmp_path)["name"].to_pylist()
-    assert len(names) == 30 and names == sorted(names)
+    assert len(names) == 30
+    assert names == sorted(names)
 
 
 def test_blank_pictures_match_nothing():
@@ -203,7 +205,8 @@ def test_blank_pictures_match_nothing():
     found, num_lost = describe_images(
         [*contents, b"", b"no image", encoded(drawn(0), "PNG")[:500]]
     )
-    assert num_lost == 3 and not has_contrast(found).any()
+    assert num_lost == 3
+    assert not has_contrast(found).any()
     with mock.patch("vitscale.images.plain.MAX_PIXELS", 9):
         assert describe_images(contents)[1] == len(contents)
     first, second = np.indices((len(found), len(found))).reshape(2, -1)

@@ -50,7 +50,8 @@ def test_numeric_labels_keep_their_numbers():
 
 
 def test_labels_are_the_sorted_classes_or_all_of_a_space():
-    assert labels().class_of("dog") == "dog" and labels().class_of(None) is None
+    assert labels().class_of("dog") == "dog"
+    assert labels().class_of(None) is None
     assert labels().label_map({"dog": 1, "Eel": 2, "cat": 3}) == ("Eel", "cat", "dog")
     known = labels(space="imagenet_1k")
     assert known.class_of("n01440764") == "n01440764"
@@ -68,11 +69,13 @@ def test_maps_apply_before_the_space(tmp_path):
     known = labels(space="imagenet_1k", map=written(tmp_path / "a.csv", by_class))
     assert known.class_of("tench") == "n01440764"
     assert known.class_of("a, b") == "n01443537"
-    assert known.class_of("x") is None and known.class_of("n01440764") is None
+    assert known.class_of("x") is None
+    assert known.class_of("n01440764") is None
 
     to_index = written(tmp_path / "b.tsv", "tench\t0\ncat\t-1\n")
     known = labels(space="imagenet_1k", map=to_index, values="index")
-    assert known.class_of("tench") == "n01440764" and known.class_of("cat") is None
+    assert known.class_of("tench") == "n01440764"
+    assert known.class_of("cat") is None
     assert pickle.loads(pickle.dumps(known)).class_of("tench") == "n01440764"
 
 
@@ -107,7 +110,8 @@ def test_unknown_classes_are_counted():
     ) as caught:
         known.check(unknown, found={"n01440764": 5})
     text = str(caught.value)
-    assert "; 5 images match; " in text and "'n02000000' (9 images)" in text
+    assert "; 5 images match; " in text
+    assert "'n02000000' (9 images)" in text
     known.check({}, found={})
 
 

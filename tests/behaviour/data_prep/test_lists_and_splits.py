@@ -97,7 +97,8 @@ def test_folders_that_may_be_splits_are_refused_with_both_readings(names, tmp_pa
     with refused("named like splits") as caught:
         inputs(tmp_path)
     advice = caught.value.next_step or ""
-    assert "if they are splits" in advice and "'source.splits={train: .}'" in advice
+    assert "if they are splits" in advice
+    assert "'source.splits={train: .}'" in advice
     assert folders[0] in caught.value.what
     # The advice works, in both readings.
     assert classes_of(inputs(tmp_path, splits={"train": "."})) == {*folders}
@@ -273,7 +274,8 @@ def test_lines_that_name_no_image_are_counted(text, num, tmp_path, capsys):
         assert printed == ""
         return
     assert f"{num} lines of source.val_labels name no image of" in printed
-    assert "'v_9" in printed and printed.count("\n") == 1
+    assert "'v_9" in printed
+    assert printed.count("\n") == 1
 
 
 @rows(r"""

@@ -90,7 +90,8 @@ def test_anything_may_follow_a_picture(kind, tail, check):
     # Pillow decodes the same pixels with and without the tail.
     assert np.array_equal(decoded(data, "RGB"), decoded(JPEGS[kind], "RGB"))
     if kind != "CMYK":
-        assert found.content == data and found.changes is None
+        assert found.content == data
+        assert found.changes is None
 
 
 @every(tail=[b"", MOVIE, OTHER, b"\xff\xd9"[:1], bytes(100)])

@@ -134,7 +134,8 @@ def test_lost_work_stops_and_keeps_the_rest(until, damaged, is_cut, message, tmp
         path.unlink()
     with pytest.raises(StorageError, match=message):
         prepare_here(run)
-    assert not (tmp_path / "shards").exists() and work.path.exists()
+    assert not (tmp_path / "shards").exists()
+    assert work.path.exists()
 
 
 @rows(r"""
@@ -262,7 +263,8 @@ def test_outages_while_reading_reject_no_file(code, tmp_path, monkeypatch):
         assert check_input(WorkFolder(run), row).reason == "unreadable"
         assert code in FAULTS
     except StorageError as error:
-        assert code in OUTAGES and "the source cannot be read" in error.text()
+        assert code in OUTAGES
+        assert "the source cannot be read" in error.text()
         assert "same command again" in error.text()
     finally:
         monkeypatch.undo()
@@ -309,7 +311,8 @@ def test_an_unmounted_source_keeps_the_work_and_resumes(
     with pytest.raises(StorageError, match="missing or empty") as stopped:
         prepare_here(run)
     said = stopped.value.text()
-    assert ".shards.preparing" in said and "mount it" in said
+    assert ".shards.preparing" in said
+    assert "mount it" in said
     if leaves_a_folder:
         (tmp_path / mount).rmdir()
     (tmp_path / "aside").rename(tmp_path / mount)
@@ -369,10 +372,12 @@ def test_order_is_that_of_sha256_written_out():
         return hashlib.sha256(b"order\x005\x00train-cat-" + number).digest()
 
     paths = [path for path, _ in rows]
-    assert paths == sorted(paths, key=digest) and len(paths) == 50
+    assert paths == sorted(paths, key=digest)
+    assert len(paths) == 50
 
     other = ordered(inputs, batch=7, seed=6)
-    assert other != rows and sorted(other) == sorted(rows)
+    assert other != rows
+    assert sorted(other) == sorted(rows)
 
 
 def test_plain_names_stay_readable_and_others_get_a_hash():

@@ -117,8 +117,10 @@ def test_a_task_that_ends_frees_what_its_workers_held(work: WorkFolder):
     other = work.claim("b")
     other.symlink_to(process(work, "elsewhere-1", 1))
     work.leave()
-    assert not work.take(claim) and work.take(claim)
-    assert not work.take(other) and not work.take(other)
+    assert not work.take(claim)
+    assert work.take(claim)
+    assert not work.take(other)
+    assert not work.take(other)
 
 
 def test_a_wait_says_for_whom_and_how_long(work: WorkFolder, monkeypatch, capsys):
@@ -145,10 +147,12 @@ def test_units_of_living_processes_are_waited_for(work: WorkFolder):
     thread = threading.Thread(target=lambda: done.extend(run(work, ["a"])), daemon=True)
     thread.start()
     time.sleep(1.0)
-    assert not done and thread.is_alive()
+    assert not done
+    assert thread.is_alive()
     (work.path / "a").touch()
     thread.join(PATIENCE_S)
-    assert not thread.is_alive() and not done
+    assert not thread.is_alive()
+    assert not done
 
 
 def test_a_process_has_a_heartbeat(work: WorkFolder, monkeypatch):

@@ -98,7 +98,8 @@ def test_a_rank_prints_on_a_full_disk(small_disk, tmp_path, do):
             cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
-    assert done.returncode == code and (tmp_path / "done").exists()
+    assert done.returncode == code
+    assert (tmp_path / "done").exists()
 
 
 def test_what_a_full_disk_refuses_of_a_journal_is_written_later(small_disk):
@@ -122,7 +123,8 @@ def test_records_of_a_full_disk_are_lost_with_a_warning(
     filler = fill(small_disk)
     attempt = begin_attempt(small_disk, cluster="slurm", job_id="7")
     record_failure(small_disk, Failure(kind=FailureKind.OTHER, what="x" * 600))
-    assert attempt.number == 1 and not read_attempts(small_disk)
+    assert attempt.number == 1
+    assert not read_attempts(small_disk)
     assert capsys.readouterr().err.count("No space left on device") == 1
     filler.unlink()
     begin_attempt(small_disk, cluster="slurm", job_id="7", restart=1)
@@ -152,11 +154,13 @@ def test_one_rank_of_a_node_makes_it():
     )
     assert made == [0]
     for value in values:
-        assert np.array_equal(value["rows"], np.arange(1000)) and value["names"] == (
+        assert np.array_equal(value["rows"], np.arange(1000))
+        assert value["names"] == (
             "a",
             "b",
         )
-        assert not value["rows"].flags.writeable and value["empty"].size == 0
+        assert not value["rows"].flags.writeable
+        assert value["empty"].size == 0
         assert value["rows"].path == value["same"].path
 
 

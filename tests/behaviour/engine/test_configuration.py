@@ -47,7 +47,8 @@ def test_raw_keys_are_merged_over_the_generated_ones():
     assert found == plain | raw | {
         "zero_optimization": plain["zero_optimization"] | {"reduce_bucket_size": 7}
     }
-    assert found["train_batch_size"] == 24 and found["gradient_clipping"] == 0.5
+    assert found["train_batch_size"] == 24
+    assert found["gradient_clipping"] == 0.5
 
 
 # (dtype, stage, ranks), what DeepSpeed computes in, and the dtype in which ranks add gradients.

@@ -315,4 +315,5 @@ def test_an_update_whose_norm_is_minus_one_is_skipped():
     weight.grad = torch.ones(2)
     optimizer.step()
     guard.finish()
-    assert not weight.any() and guard.health().skipped == 1
+    assert not weight.any()
+    assert guard.health().skipped == 1

@@ -39,7 +39,8 @@ def test_imagenets_classes_meet_however_they_are_written(model, data):
     other = known_space("imagenet_21k_goog")
     columns = column_of_each_class(None, data, num_outputs=len(other)).columns
     expected = [other.index(synset) if synset in other else -1 for synset in SYNSETS]
-    assert list(columns) == expected and expected.count(-1) == 1
+    assert list(columns) == expected
+    assert expected.count(-1) == 1
 
 
 @every(model=[SYNSETS, WORDS, TORCHVISION, None])
@@ -115,5 +116,6 @@ def test_names_of_several_classes_are_names_of_none():
     """Which crane it is nothing tells, nor which of two folders the tenches are in."""
     for data in (("crane", "goldfish"), ("tench", "goldfish", "Tinca tinca")):
         found = column_of_each_class(SYNSETS, data, num_outputs=1000)
-        assert found.columns[0] == -1 and found.columns[1] == 1
+        assert found.columns[0] == -1
+        assert found.columns[1] == 1
         assert found.lacking(data) == [name for name in data if name != "goldfish"]

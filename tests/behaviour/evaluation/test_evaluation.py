@@ -88,7 +88,8 @@ def test_the_interval_equals_scipys(count, images):
     expected = binomtest(count, images).proportion_ci(method="wilson")
     share = Share(count, images)
     none = Share(0, 0)
-    assert share == count / images and share.images == images
+    assert share == count / images
+    assert share.images == images
     assert share.interval() == pytest.approx((expected.low, expected.high), abs=1e-12)
     assert all(map(math.isnan, (none, *none.interval())))
 
@@ -221,7 +222,8 @@ def test_each_evaluation_runs_at_its_own_interval_and_last(monkeypatch):
     """)
     assert [list(each) for each in found] == [first, last]
     folders = [each.as_posix() for each in engine.folders]
-    assert folders == "a a/ema a a a/ema a/ema".split() and engine.training
+    assert folders == "a a/ema a a a/ema a/ema".split()
+    assert engine.training
 
 
 def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers():
@@ -273,7 +275,8 @@ def test_a_training_goes_on_with_its_weights_when_outputs_of_their_average_are_n
         for metrics in evaluations.run(4, is_last=False):
             found.append(metrics)
     assert found == [{"val/a_value": 1.0}]
-    assert engine.training and engine.value == 1.0
+    assert engine.training
+    assert engine.value == 1.0
 
 
 def test_every_entry_is_named_by_its_settings():
@@ -319,7 +322,8 @@ def test_metrics_equal_brute_force(num_classes):
         expected["top5"] = at5 / NUM
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
     assert ("top5" in found) == (num_classes > 5)
-    assert isinstance(found["top1"], Share) and found["top1"].images == NUM
+    assert isinstance(found["top1"], Share)
+    assert found["top1"].images == NUM
 
 
 def test_each_head_of_a_distilled_model_is_counted():
@@ -510,7 +514,8 @@ def test_accuracy_equals_a_case_by_hand(tmp_path):
     REAL.check(subject)
     found = REAL.metrics(subject)
     assert found == pytest.approx({"real_top1": 1 / 3, "real_top5": 2 / 3})
-    assert isinstance(found["real_top1"], Share) and found["real_top1"].images == 3
+    assert isinstance(found["real_top1"], Share)
+    assert found["real_top1"].images == 3
 
 
 def test_the_published_number_of_images_is_left_out():
@@ -660,10 +665,12 @@ def test_accuracies_equal_a_direct_solve_of_every_draw():
         )
         one = FewShot(FewShotSettings(shots=(shots,), num_draws=1)).metrics(subject)
         (top1,) = one.values()
-        assert isinstance(top1, Share) and (top1, top1.images) == (shares[0], 60)
+        assert isinstance(top1, Share)
+        assert (top1, top1.images) == (shares[0], 60)
     assert 0.3 < found["few_shot1_top1"] < found["few_shot3_top1"] < 1
     # Only what was drawn was extracted of the training set, and all of the other.
-    assert len(subject.extracted[0]) < 25 and len(subject.extracted[1]) == 60
+    assert len(subject.extracted[0]) < 25
+    assert len(subject.extracted[1]) == 60
     subject = array_subject(train, val)  # nothing extracted yet
     subject.model.known_outputs = ("representation",)  # the stand-in
     assert FewShot(FewShotSettings(shots=(1, 3), num_draws=2)).metrics(subject) == found
@@ -709,7 +716,8 @@ def test_the_reported_split_does_not_choose():
     assert found["linear_dev_top1"] == found["linear_lr"] == 1.0
     # The part that chooses is not trained on.
     fit, dev = dev_split(50, 0.1, seed=0)
-    assert len(dev) == 5 and sorted([*fit, *dev]) == list(range(50))
+    assert len(dev) == 5
+    assert sorted([*fit, *dev]) == list(range(50))
     assert not np.array_equal(dev, dev_split(50, 0.1, seed=1)[1])
     assert [len(each) for each in dev_split(2, 0.01, seed=0)] == [1, 1]
 

@@ -110,7 +110,8 @@ def test_classes_in_another_order_give_the_same_metrics(shards, tmp_path, capsys
     other = small_model(num_classes=3, classes=("eel", "cat", "dog"))
     other.network.load_state_dict(reordered(model, [2, 0, 1]))
     found = results(evaluation(saved(tmp_path / "other", other), shards, LOGITS))
-    assert found == pytest.approx(expected) and 0 < expected["loss"]
+    assert found == pytest.approx(expected)
+    assert 0 < expected["loss"]
     assert "the classes of model and shards: matched by name" in capsys.readouterr().out
     # scikit-learn's kNN would not care about the head either.
     table = list(
@@ -294,7 +295,8 @@ def test_results_of_another_evaluation_are_never_replaced(tmp_path, monkeypatch)
     before = evaluate({})
     stale = Path("runs/x/evaluation/worst_classes.png")
     stale.touch()  # of an evaluation that is not asked for any more
-    assert evaluate({}) == before and not stale.exists()
+    assert evaluate({}) == before
+    assert not stale.exists()
     for change, key in yaml.safe_load(OTHERS):
         if key == "data.fingerprint":
             shutil.rmtree(data)

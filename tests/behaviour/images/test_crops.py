@@ -47,7 +47,8 @@ def test_random_crops_lie_inside_the_image(
     box = draw_box(
         width, height, area=(low, 1.0), aspect=(3 / 4, 4 / 3), random=CounterRandom(key)
     )
-    assert box.width > 0 and box.height > 0
+    assert box.width > 0
+    assert box.height > 0
     assert 0 <= box.left <= box.left + box.width <= width
     assert 0 <= box.top <= box.top + box.height <= height
     if draw_box is tf_crop_box:
@@ -101,7 +102,8 @@ def test_area_resize_averages_areas(resized, size):
     top = (rows - size) // 2
     left = (columns - size) // 2
     expected = means[:, top : top + size, left : left + size]
-    assert own.dtype == torch.uint8 and own.shape == expected.shape
+    assert own.dtype == torch.uint8
+    assert own.shape == expected.shape
     assert np.abs(own.numpy() - expected).max() <= 0.5 + 1e-3
 
 
@@ -111,7 +113,8 @@ def plain_crop(pixels_HW3: torch.Tensor, *, size: int, key: int) -> torch.Tensor
         width, height, size=size, random=CounterRandom(key)
     )
     assert box.width == box.height == min(width, height)
-    assert 0 <= box.left <= width - box.width and 0 <= box.top <= height - box.height
+    assert 0 <= box.left <= width - box.width
+    assert 0 <= box.top <= height - box.height
     request = CropRequest(
         box=box, size=size, interpolation="bicubic", antialias=True, flip=False
     )

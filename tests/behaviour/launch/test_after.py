@@ -286,7 +286,8 @@ def test_restarts_have_limits(row):
 def test_another_job_and_storage_do_not_count():
     before = attempts(*[FAIL_0] * 4)
     now = attempts(FAIL_0, FAIL_0, job_id="18")
-    assert refusal(before) is not None and refusal([*before, *now]) is None
+    assert refusal(before) is not None
+    assert refusal([*before, *now]) is None
     outage = [replace(each, kind=FailureKind.STORAGE) for each in before]
     assert refusal(outage) is None
 
@@ -318,7 +319,8 @@ def test_storage_is_waited_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(after.time, "sleep", sleep)
     monkeypatch.setattr(after.time, "time", lambda: sum(pauses))
     wait_for_storage(folder, until=time.time() + 60)
-    assert len(pauses) == 3 and not list(folder.iterdir())
+    assert len(pauses) == 3
+    assert not list(folder.iterdir())
     assert capsys.readouterr().err.count("waiting before the next start") == 1
     wait_for_storage(tmp_path / "gone", until=time.time() - 1)
     assert len(pauses) == 3
@@ -365,7 +367,8 @@ def log(folder: Path, step: int) -> None:
 def test_an_attempt_records_how_it_ended(tmp_path):
     assert read_attempts(tmp_path) == []
     running = begin(tmp_path)
-    assert read_attempts(tmp_path) == [running] and running.ended is None
+    assert read_attempts(tmp_path) == [running]
+    assert running.ended is None
     checkpoint = tmp_path / "checkpoints/step-00000030"
     checkpoint.mkdir(parents=True)
     for step in (31, 37):
@@ -376,7 +379,8 @@ def test_an_attempt_records_how_it_ended(tmp_path):
     assert read_attempts(tmp_path) == [ended]
     assert (ended.checkpoint_step, ended.last_step) == (30, 37)
     assert (ended.ending, ended.failed_node) == (Ending.FAILED, "n2")
-    assert ended.ended is not None and ended.ended >= ended.started
+    assert ended.ended is not None
+    assert ended.ended >= ended.started
     assert events.read_bytes().startswith(before)
 
 

@@ -141,7 +141,8 @@ def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder):
         f"finetune/first-percent-{share}_seed-7" for share in (1, 10)
     ]
     for step, share in zip(steps, ("1", "10"), strict=True):
-        assert isinstance(step.run, FinetuneRun) and step.run.seed == 7
+        assert isinstance(step.run, FinetuneRun)
+        assert step.run.seed == 7
         assert step.run.data.first_percent == 100
         assert step.run.tracking.tags["chain.pretrain.data.first_percent"] == share
 
@@ -292,9 +293,8 @@ def texts(chain: Chain, stage: str) -> set[str]:
 
 def test_a_run_is_done_when_its_folder_says_so(chain: Chain):
     (pretrain,) = steps_of(chain, "pretrain")
-    assert texts(chain, "shards") == {"done"} and texts(chain, "pretrain") == {
-        "missing"
-    }
+    assert texts(chain, "shards") == {"done"}
+    assert texts(chain, "pretrain") == {"missing"}
     write_training(pretrain, at=7)
     assert texts(chain, "pretrain") == {"resumable (step 7)"}
     train(chain, "pretrain", "finetune")
@@ -385,7 +385,8 @@ def test_a_dry_run_writes_nothing(chain: Chain, folder):
         text.count("#!/bin/bash") == 3
         and "# Batch script of evaluate/lr-0.01_seed-3" in text
     )
-    assert " samples in " in text and "images does not exist" not in text
+    assert " samples in " in text
+    assert "images does not exist" not in text
     (folder / "shards/manifest.json").unlink()
     text = describe_chain(chain_of(folder / "chain.yaml", cluster="slurm"))
     assert "images         warning  images does not exist here" in text

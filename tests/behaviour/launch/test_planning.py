@@ -63,9 +63,8 @@ def test_evaluations_are_named_and_unknown_values_name_the_missing_setting():
     rows = plan(evaluate=evaluate)
     assert rows["objective"] == "supervised"
     whole, *parts = map(float, re.findall(r"([\d.]+) GiB", rows["memory per process"]))
-    assert len(parts) > 2 and whole == pytest.approx(
-        sum(parts), abs=0.005 * (len(parts) + 1)
-    )
+    assert len(parts) > 2
+    assert whole == pytest.approx(sum(parts), abs=0.005 * (len(parts) + 1))
     assert rows["evaluation"] == (
         "knn every 2,000 steps, classification; all after the last step, on 'test'"
     )
@@ -248,7 +247,8 @@ UNFIT = """
 def test_what_does_not_fit_is_named(folder, changes, row, result, expected):
     (folder.parent / "file").touch()
     check = checked(**changes)[row]
-    assert check.result == result and expected in check.detail
+    assert check.result == result
+    assert expected in check.detail
     assert check.next_step
 
 
@@ -316,7 +316,8 @@ def test_a_sweep_opens_its_index_once(monkeypatch):
         varied |= {"global_batch": 1 + i % 4, "views": 1 + i % 2}
         assert check(varied, seed=i, optim={"lr": 1e-3 + i}).result == "ok"
     assert opened == ["train"]
-    assert "4 samples" in check({"first_percent": 25}).detail and len(opened) == 2
+    assert "4 samples" in check({"first_percent": 25}).detail
+    assert len(opened) == 2
     # Another run's checks know nothing of the shards as they were.
     known.clear()
     Path("shards/manifest.json").unlink()

@@ -89,9 +89,9 @@ def test_the_record_replaces_git_inside_a_snapshot(root, tmp_path):
     (root / "runs").mkdir()
     copy = copy_of(root, root / "runs")
     recorded = source_version(copy)
-    assert (
-        recorded == source_version(root) and recorded is not None and not recorded.patch
-    )
+    assert recorded == source_version(root)
+    assert recorded is not None
+    assert not recorded.patch
     git(root, "commit", "--quiet", "--allow-empty", "--message", "later")
     assert source_version(copy) == recorded != source_version(root)
     assert copy_of(copy, tmp_path).name == copy.name
@@ -140,11 +140,10 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
     job = prepare_job(run, cluster="slurm")
     folder = Path(job.config).parent
     assert {each.stat().st_mode & 0o777 for each in (folder, folder.parent)} == {0o700}
-    assert Path(job.script).name == "index_shards.py" and Path(job.script).is_file()
-    assert (
-        job.run_folder is None
-        and "script: index_shards" in Path(job.config).read_text()
-    )
+    assert Path(job.script).name == "index_shards.py"
+    assert Path(job.script).is_file()
+    assert job.run_folder is None
+    assert "script: index_shards" in Path(job.config).read_text()
     Path(job.config).unlink()
     Path(job.config).mkdir()
     with refused("output=.*: cannot be written"):
@@ -248,11 +247,11 @@ def test_variables_of_the_shell_override_nothing_that_a_run_says(
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
     seen = seen_by_sbatch(LaunchSettings(**says))
-    assert not seen.keys() & {*OVERRIDES, *OF_SITE} and CLUSTER.items() <= seen.items()
+    assert not seen.keys() & {*OVERRIDES, *OF_SITE}
+    assert CLUSTER.items() <= seen.items()
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and all(
-        name in said for name in (*OVERRIDES, *OF_SITE)
-    )
+    assert said.count("\n") == 1
+    assert all(name in said for name in (*OVERRIDES, *OF_SITE))
     assert dict(os.environ) == before
     # Once, however many runs are submitted.
     seen_by_sbatch(LaunchSettings(**says))

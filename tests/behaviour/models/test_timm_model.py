@@ -136,7 +136,8 @@ def test_images_have_channels_last_on_a_gpu_and_stay_so(name, monkeypatch):
     found = model(images())
     monkeypatch.undo()
     torch.testing.assert_close(found, expected)
-    assert len(layouts) > 3 and all(layouts)
+    assert len(layouts) > 3
+    assert all(layouts)
 
 
 @every(family="vit, timm")
@@ -156,10 +157,8 @@ def test_weights_are_rounded_once_for_bf16(family):
         for each in profile.events()
         if each.name == "aten::_to_copy"
     ]
-    assert (
-        found.dtype == torch.float32
-        and 0 < (found - expected).norm() < 0.1 * expected.norm()
-    )
+    assert found.dtype == torch.float32
+    assert 0 < (found - expected).norm() < 0.1 * expected.norm()
     weights = [list(each.shape) for each in model.network.parameters() if each.ndim > 1]
     assert converted[:2] == [list(pixels.shape)] * 2
     assert not [shape for shape in converted if shape in weights]

@@ -103,7 +103,8 @@ def test_what_only_training_or_another_pool_needs_is_left_out_and_named():
     assert left_out == sorted([*decoder, "norm.bias", "norm.weight", *objective])
     assert torch.equal(target.fc_norm.weight, fresh)
     again = shaken(**pooled, num_classes=3)
-    assert transfer(again, target) == [] and torch.equal(again.fc_norm.weight, fresh)
+    assert transfer(again, target) == []
+    assert torch.equal(again.fc_norm.weight, fresh)
 
 
 def test_fixed_positions_are_computed_for_the_new_grid():

@@ -82,9 +82,8 @@ def test_forward_and_count_equal_independent_references(options):
     assert sum(p.numel() for p in model.parameters()) == num_parameters(arch)
     assert model.patch_embed.num_patches + model.num_prefix_tokens == arch.num_tokens
     kept = [name for name, p in model.named_parameters() if decayed(name, p)]
-    assert {"patch_embed.proj.weight"} < set(kept) and all(
-        n.endswith("weight") for n in kept
-    )
+    assert {"patch_embed.proj.weight"} < set(kept)
+    assert all(n.endswith("weight") for n in kept)
     assert not any("norm" in name or "token" in name for name in kept)
 
 
@@ -140,9 +139,8 @@ def test_flax_initialisation():
         2 * std / 0.8796, rel=0.01
     )
     registers = model.reg_token[0]
-    assert 0 < registers.abs().max() < 1e-5 and not torch.equal(
-        registers[0], registers[1]
-    )
+    assert 0 < registers.abs().max() < 1e-5
+    assert not torch.equal(registers[0], registers[1])
     large = {"image_size": 128, "width": 96, "num_heads": 4}
     for name, std in (("vit", 0.02), ("big_vision", 1 / math.sqrt(96))):
         spread = small(**large, position_init=name).pos_embed.std().item()
@@ -170,7 +168,8 @@ def test_deit_initialisation():
     biases = [
         p for name, p in weights.items() if name.endswith(("fc1.bias", "qkv.bias"))
     ]
-    assert biases and not any(p.any() for p in biases)
+    assert biases
+    assert not any(p.any() for p in biases)
 
 
 def test_the_head_starts_at_its_bias():
@@ -289,7 +288,8 @@ def test_resolved_settings_stay_as_they_are():
         16,
         7,
     )
-    assert arch.resolved(num_classes=9) == arch and settings.width is None
+    assert arch.resolved(num_classes=9) == arch
+    assert settings.width is None
 
 
 # ---- every family --------------------------------------------------------------------------------

@@ -192,7 +192,8 @@ def test_a_bare_file_needs_only_its_heads(tmp_path, name):
     )
     assert "assumed layer_norm_eps=1e-06, std=" in larger.source
     assert larger.preprocessing.mean == (0.5,) * 3
-    assert larger.preprocessing.image_size == 2 * SIZE and larger.arch.grid == (8, 8)
+    assert larger.preprocessing.image_size == 2 * SIZE
+    assert larger.arch.grid == (8, 8)
     assert larger.network(torch.zeros(2, 3, 2 * SIZE, 2 * SIZE)).shape == (2, 5)
     with refused("30 px is not a multiple of the 7 px patch"):
         open_model(path, model=chosen, image_size=30)
@@ -399,7 +400,8 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path):
         (tmp_path / name).write_bytes(content)
         with refused("is damaged or not a weights file") as caught:
             read_weights(tmp_path / name)
-        assert name in str(caught.value) and len(str(caught.value).splitlines()) <= 3
+        assert name in str(caught.value)
+        assert len(str(caught.value).splitlines()) <= 3
     for content, message in (
         ({"model": {"x": 1}}, "'x' is not a tensor"),
         ([torch.ones(1)], "contains no named tensors"),
@@ -432,7 +434,8 @@ def test_what_is_no_model_is_one_error(tmp_path, weights):
     with refused(r"contains no model") as caught:
         open_model(str(tmp_path))
     assert "set init to the file model.safetensors" in str(caught.value)
-    assert "config.json" in str(caught.value) and "checkpoints/" in str(caught.value)
+    assert "config.json" in str(caught.value)
+    assert "checkpoints/" in str(caught.value)
     (tmp_path / "run.npz/checkpoints").mkdir(
         parents=True
     )  # a folder, whatever its name

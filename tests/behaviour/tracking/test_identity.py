@@ -100,20 +100,21 @@ def test_a_copy_that_goes_on_is_another_run(
     train(branch, first=20, last=60, value=2.0, name="base" if same_name else "branch")
     train(base, first=30, last=50, value=3.0)
     runs = {folder: send(folder, uri) for folder in (branch, base)}
-    assert runs[base] != runs[branch] and num_runs(store) == 2
+    assert runs[base] != runs[branch]
+    assert num_runs(store) == 2
     for folder, run_id in runs.items():
         assert points(store, run_id) == journal_points(folder)
     # A second time nothing is sent, and a third attempt continues each of the two.
     train(branch, first=60, last=80, value=4.0, name="base" if same_name else "branch")
-    assert {folder: send(folder, uri) for folder in runs} == runs and num_runs(
-        store
-    ) == 2
+    assert {folder: send(folder, uri) for folder in runs} == runs
+    assert num_runs(store) == 2
     assert points(store, runs[branch]) == journal_points(branch)
     origin = own_record(base)
     tags = dict(
         store.execute("select key, value from tags where run_uuid = ?", [runs[branch]])
     )
-    assert origin is not None and tags["vitscale.copied_from"] == origin.tracking_id
+    assert origin is not None
+    assert tags["vitscale.copied_from"] == origin.tracking_id
 
 
 def test_copies_that_only_lie_there_are_runs_of_their_own(tmp_path, uri, store: Store):
@@ -125,7 +126,8 @@ def test_copies_that_only_lie_there_are_runs_of_their_own(tmp_path, uri, store: 
     ]
     before = [sorted(path.name for path in each.rglob("*")) for each in folders]
     found = [send(folder, uri) for folder in folders]
-    assert len({*found}) == 3 and found == [send(folder, uri) for folder in folders]
+    assert len({*found}) == 3
+    assert found == [send(folder, uri) for folder in folders]
     names = [name for (name,) in store.execute("select name from runs order by name")]
     assert names == ["base", "copy1", "copy2"]
     assert [sorted(path.name for path in each.rglob("*")) for each in folders] == before
@@ -143,7 +145,8 @@ def test_a_moved_folder_stays_the_same_run(tmp_path, uri, store: Store):
     assert send(there, uri) == run_id
     twice = there.rename(tmp_path / "third")
     train(twice, first=30, last=50, value=2.0)
-    assert send(twice, uri) == run_id and num_runs(store) == 1
+    assert send(twice, uri) == run_id
+    assert num_runs(store) == 1
     assert points(store, run_id) == journal_points(twice)
     # By another path to the same folder, too.
     (tmp_path / "link").symlink_to(twice)
@@ -159,7 +162,8 @@ def test_a_folder_that_goes_on_under_another_name_is_another_run(
     renamed = base.rename(tmp_path / "branch")
     train(renamed, first=30, last=50, value=2.0, name="branch")
     second = send(renamed, uri)
-    assert first != second and points(store, second) == journal_points(renamed)
+    assert first != second
+    assert points(store, second) == journal_points(renamed)
     assert max(points(store, first)) == 30
 
 
@@ -179,7 +183,8 @@ def test_folders_that_cannot_see_each_other_never_share_a_run(
     base = hidden.rename(base)
     train(base, first=30, last=60, value=3.0)
     second = send(base, uri)
-    assert second != first and points(store, second) == journal_points(base)
+    assert second != first
+    assert points(store, second) == journal_points(base)
     assert points(store, first) == journal_points(far)
     assert send(base, uri) == second
     # The original went on before the copy did.
@@ -204,7 +209,9 @@ def test_a_run_of_an_earlier_version_is_told_by_mlflow(tmp_path, uri, store: Sto
     first = send(base, uri)
     copy = Path(shutil.copytree(base, tmp_path / "copy"))
     second = send(copy, uri)
-    assert first != second and send(base, uri) == first and send(copy, uri) == second
+    assert first != second
+    assert send(base, uri) == first
+    assert send(copy, uri) == second
 
 
 def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
@@ -223,9 +230,8 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
     assert {row.step: [row.metrics["train/loss"]] for row in rows} == journal_points(
         folder
     )
-    assert points(store, run_id)[110] == [9.0, 1.0] and points(store, run_id)[100] == [
-        9.0
-    ]
+    assert points(store, run_id)[110] == [9.0, 1.0]
+    assert points(store, run_id)[100] == [9.0]
     before = points(store, run_id)
     send(folder, uri)
     assert points(store, run_id) == before
@@ -290,7 +296,8 @@ def test_a_run_is_found_among_thousands_of_experiments(tmp_path, uri, store: Sto
     train(child, last=30, value=2.0)
     second = MlflowRun(child, uri, experiment="mine", say=print)
     second.sync("FINISHED")
-    assert send(child, uri) == second.run_id != first and num_runs(store) == 2
+    assert send(child, uri) == second.run_id != first
+    assert num_runs(store) == 2
     found = stored_runs(uri, "metrics.`train/loss` > 0", limit=9)
     assert [run.info.run_id for run, _ in found] == [second.run_id, first]
     # The newest one, in an experiment of a later page than the other's.

@@ -92,9 +92,8 @@ def test_any_number_survives_as_strict_json_beside_invalid_lines(value, step, ju
         path.write_bytes(junk + b"\n" + line)
         *_, (row, _) = read_rows(path)
         back = row.metrics["train/loss"]
-        assert row.step == step and (
-            back == value or (math.isnan(back) and math.isnan(value))
-        )
+        assert row.step == step
+        assert back == value or (math.isnan(back) and math.isnan(value))
         Journal(path, resume_step=step).close()
         assert line in path.read_bytes()
 
@@ -114,7 +113,8 @@ def test_lines_survive_power_loss_from_a_flush(tmp_path, monkeypatch):
     assert [name for name, _ in flushed] == [str(path.parent)]
     journal.append({"train/loss": 1.0}, step=5)
     journal.flush()
-    assert flushed[1:] == [(str(path), path.stat().st_size)] and steps_in(path) == [5]
+    assert flushed[1:] == [(str(path), path.stat().st_size)]
+    assert steps_in(path) == [5]
     journal.append({"train/loss": 0.5}, step=6)
     journal.close()
     journal.flush()
@@ -192,7 +192,8 @@ def test_secrets_in_text_are_removed():
 def test_addresses_are_absolute_or_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     uri = absolute_uri(DEFAULT_URI)
-    assert sqlite_path(uri) == tmp_path / "runs/mlflow.db" and absolute_uri(uri) == uri
+    assert sqlite_path(uri) == tmp_path / "runs/mlflow.db"
+    assert absolute_uri(uri) == uri
     assert sqlite_path("http://host") is None
     for right in ("http://host:1", "postgresql+psycopg://h/db", "databricks://x"):
         assert absolute_uri(right) == right
@@ -223,7 +224,8 @@ def test_lines_go_to_output_and_log(tmp_path, capsys):
     log = (tmp_path / "logs/rank0.log").read_text()
     assert re.fullmatch(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 1/2\n){2}", log)
     say("late")
-    assert capsys.readouterr().out.startswith(log) and "late" not in log
+    assert capsys.readouterr().out.startswith(log)
+    assert "late" not in log
 
 
 def test_progress_of_items_has_a_rate(capsys, monkeypatch):
@@ -265,19 +267,15 @@ def test_names_of_tags_are_refused_at_the_start_as_mlflow_would_later(name):
     problems = dict(tracking_problems(tracking))
     assert is_store_name(name) == (not problems) == mlflow_takes(name)
     if problems:
-        assert (
-            repr(name)[:50] in problems["tracking.tags"]
-            and "allowed" in problems["tracking.tags"]
-        )
+        assert repr(name)[:50] in problems["tracking.tags"]
+        assert "allowed" in problems["tracking.tags"]
 
 
 def test_a_name_with_a_line_break_is_refused():
     """MLflow's own rule lets one at the end pass."""
-    assert (
-        not is_store_name("a\n")
-        and not is_store_name("a\nb")
-        and not is_store_name(".hidden/..")
-    )
+    assert not is_store_name("a\n")
+    assert not is_store_name("a\nb")
+    assert not is_store_name(".hidden/..")
 
 
 def test_all_that_mlflow_would_refuse_is_one_report():

@@ -171,7 +171,8 @@ def test_a_record_that_is_no_file_of_the_run_is_one_error(
     ):
         with pytest.raises(UserError) as caught:
             read()
-        assert str(path) in caught.value.text() and "hunter2" not in caught.value.text()
+        assert str(path) in caught.value.text()
+        assert "hunter2" not in caught.value.text()
 
 
 def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path):
@@ -265,12 +266,14 @@ def test_no_server_chooses_where_files_are_written(form, run, tmp_path):
         }
         (run / "events/n.jsonl").write_text(json.dumps(record) + "\n")
         upload(run, [run / "results.md"], say=said.append)
-    assert sent.num_points == 1 and sent.num_files == 0
+    assert sent.num_points == 1
+    assert sent.num_files == 0
     assert len([text for text in said if "must not choose" in text]) >= 2
     after = sorted(
         str(each) for each in tmp_path.rglob("*") if "events" not in str(each)
     )
-    assert after == before and (home / "config.yaml").read_text() == "mine: untouched\n"
+    assert after == before
+    assert (home / "config.yaml").read_text() == "mine: untouched\n"
 
 
 @every(listed="results.md, ../../../x, /etc/x, a/../../x")
@@ -285,12 +288,14 @@ def test_a_server_that_takes_files_itself_gets_them(listed, run, tmp_path):
         sent = MlflowRun(run, uri, say=said.append)
         sent.sync("FINISHED")
     if listed == "results.md":
-        assert sent.num_files == 2 and not said
+        assert sent.num_files == 2
+        assert not said
         assert any(
             path.endswith("artifacts/0/abc/artifacts/results.md") for path in asked
         )
     else:
-        assert sent.num_files == 0 and "files were not uploaded" in said[0]
+        assert sent.num_files == 0
+        assert "files were not uploaded" in said[0]
     assert not [*tmp_path.rglob("x")]
 
 
@@ -301,5 +306,6 @@ def test_what_a_server_says_is_printed_as_text(run, capsys):
     ) as (uri, _):
         sync([str(run), "--uri", uri])
     out = "".join(capsys.readouterr())
-    assert "\x1b" not in out and "\x07" not in out
+    assert "\x1b" not in out
+    assert "\x07" not in out
     assert short_reason(ConnectionError(f"{evil}\nmore")) == "?]0;owned?"

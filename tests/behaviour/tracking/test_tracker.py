@@ -111,7 +111,8 @@ def test_a_resumed_run_is_one_run_with_each_step_once(open_tracker: Open, store:
         raise SystemExit(75)
     ((experiment, status),) = select(store, "experiment_id, status from runs")
     page = f"#/experiments/{experiment}/runs?workflowType=machine_learning&compareRunsMode=CHART"
-    assert status == "SCHEDULED" and [page in text for text in said] == [True, True]
+    assert status == "SCHEDULED"
+    assert [page in text for text in said] == [True, True]
     second = open_tracker(resume_step=6)  # the checkpoint was older than the last line
     wait_until(lambda: select(store, "status from runs") == ["RUNNING"])
     log_steps(second, range(7, 15))
@@ -125,7 +126,8 @@ def test_a_resumed_run_is_one_run_with_each_step_once(open_tracker: Open, store:
     open_tracker(resume_step=-1, say=said.append).close(
         status="FINISHED"
     )  # as an evaluation does
-    assert select(store, "count(*) from runs") == [2] and len(said) == 1
+    assert select(store, "count(*) from runs") == [2]
+    assert len(said) == 1
 
 
 def test_a_start_at_step_0_continues_an_unfinished_run_of_the_same_settings_and_code(
@@ -173,9 +175,8 @@ def test_what_a_run_shows_is_without_secrets(
     """)
     assert found.items() >= expected.items()
     assert found["mlflow.source.git.commit"] == "c" * 40
-    assert found["vitscale.code"] == version.short and version.short.startswith(
-        "c" * 12 + "+"
-    )
+    assert found["vitscale.code"] == version.short
+    assert version.short.startswith("c" * 12 + "+")
     params = dict(select(store, "key, value from params"))
     assert params == {
         "optim.lr": "0.001",
@@ -183,7 +184,8 @@ def test_what_a_run_shows_is_without_secrets(
         "launch.nodes": "2",
     }
     sent = yaml.safe_load(artifact(mlflow_database, "config.yaml").read_text())
-    assert sent["data"] == {"path": "http://host/x"} and sent["launch"] == {"nodes": 2}
+    assert sent["data"] == {"path": "http://host/x"}
+    assert sent["launch"] == {"nodes": 2}
     assert artifact(mlflow_database, "pictures/a.png").read_bytes() == b"a picture"
     assert artifact(mlflow_database, f"source-{version.short}.diff").read_text() == (
         "# untracked: vitscale/new.py\n+  api_key: '***'\n+uri: http://host/x\n"
@@ -290,12 +292,14 @@ def test_a_copy_is_completed_and_made_once(folder, store: Store, mlflow_database
     (folder / "journal.jsonl").write_bytes(journal)
     first = send(folder, mlflow_database)
     assert first.run_id == cut_off.run_id
-    assert cut_off.num_points and cut_off.num_points + first.num_points == 299 * 2
+    assert cut_off.num_points
+    assert cut_off.num_points + first.num_points == 299 * 2
     assert first.num_files == 2  # nothing outside the folder
     before = content()
     again = send(folder, mlflow_database)
     assert (again.run_id, again.num_points, again.num_files) == (first.run_id, 0, 0)
-    assert content() == before and read_events(folder) == events
+    assert content() == before
+    assert read_events(folder) == events
     times = [int(row.time * 1000) for row, _ in read_rows(folder / "journal.jsonl")]
     assert set(select(store, "timestamp from metrics")) == set(times)
     sql = "status, start_time, end_time from runs"

@@ -78,12 +78,14 @@ def test_every_promised_copy_is_found(made, tmp_path):
     key_of = {path: row["key"] for path, row in rows.items()}
     for number, name in enumerate(COPIES):
         row = rows[f"train/cat/copy_{number}_{name}"]
-        assert not row["keep"] and row["copy_of"] == key_of[f"val/cat/{number}.png"]
+        assert not row["keep"]
+        assert row["copy_of"] == key_of[f"val/cat/{number}.png"]
         assert 0.99 <= row["similarity"] <= 1
     twins = [rows[f"train/cat/{name}.png"] for name in ("00", "twin")]
     assert sorted(row["keep"] for row in twins) == [False, True]
     (lost,) = (row for row in twins if not row["keep"])
-    assert lost["similarity"] == 1 and lost["copy_of"] in {row["key"] for row in twins}
+    assert lost["similarity"] == 1
+    assert lost["copy_of"] in {row["key"] for row in twins}
     kept = [row for row in rows.values() if row["keep"]]
     assert len(kept) == NUM_PICTURES + len(COPIES)
     assert all(row["copy_of"] is None and row["similarity"] is None for row in kept)
@@ -141,7 +143,8 @@ def test_images_of_an_evaluation_set_are_found(as_shards, made, tmp_path):
     for path, copy_of in (("03", "seen.jpg"), ("04", "equal.png")):
         row = rows[f"train/cat/{path}.png"]
         copy_of = copy_of.partition(".")[0] if as_shards else copy_of
-        assert not row["keep"] and row["copy_of"] == name.format(copy_of)
+        assert not row["keep"]
+        assert row["copy_of"] == name.format(copy_of)
     assert "no such folder" in find(shards, "--against", tmp_path / "missing", rc=2)
 
 
@@ -161,12 +164,14 @@ def test_converted_originals_and_other_classes_are_found(tmp_path):
     rows = rows_of(tmp_path / "shards-duplicates").values()
     pairs = [(row["class"], row["class_of_copied"]) for row in rows if not row["keep"]]
     num_mixed = sum(one != other for one, other in pairs)
-    assert len(pairs) == 2 and num_mixed in (1, 2)
+    assert len(pairs) == 2
+    assert num_mixed in (1, 2)
     assert f"note: {num_mixed} copies have another class" in text
 
     # The shards have none of the bytes of the evaluation set.
     text = find(tmp_path / "shards", "--against", tmp_path / "seen")
-    assert "3 of an image of --against" in text and "another class" not in text
+    assert "3 of an image of --against" in text
+    assert "another class" not in text
 
 
 def test_a_full_disk_is_an_error_of_storage(made, small_disk):
@@ -220,7 +225,9 @@ def test_a_list_of_other_images_is_refused(made, tmp_path):
     options = (f"source.leave_out={tmp_path}/found/duplicates.parquet", *CHECKS)
     for other in (tmp_path / "others", source / "train"):
         text = make_shards(other, tmp_path / "again", *options, rc=2)
-        assert "1 of the 1 copies in" in text and repr(copy) in text
+        assert "1 of the 1 copies in" in text
+        assert repr(copy) in text
     options = (SPLITS, *CHECKS, "source.leave_out=missing")
     text = make_shards(source, tmp_path / "again", *options, rc=2)
-    assert "source.leave_out" in text and "cannot be read" in text
+    assert "source.leave_out" in text
+    assert "cannot be read" in text

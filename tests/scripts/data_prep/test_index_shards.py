@@ -58,7 +58,8 @@ def test_img2dataset_layout(tmp_path):
     other = run_index(
         tmp_path / "tars", tmp_path / "index", "source.label=json:caption"
     )
-    assert other.returncode == 2 and "exists already" in other.stderr
+    assert other.returncode == 2
+    assert "exists already" in other.stderr
 
 
 def test_imagenet_22k_layout_with_both_label_spaces(tmp_path):
@@ -139,7 +140,9 @@ def test_tars_of_images_alone_give_an_index_without_labels(tmp_path):
         in refused.stderr
     )
     text = index(tmp_path / "tars", tmp_path / "index", "labels.values=none")
-    assert "no labels" in text and "mae/b16" in text and "data.val_split=null" in text
+    assert "no labels" in text
+    assert "mae/b16" in text
+    assert "data.val_split=null" in text
     assert read_split(tmp_path / "index", split="train").label.tolist() == [-1] * 4
     assert read_manifest(tmp_path / "index").classes == ()
     assert {row["class"] for row in ledger(tmp_path / "index").values()} == {None}
@@ -163,7 +166,8 @@ def test_unusable_inputs_are_in_the_ledger(tmp_path):
     data = (tmp_path / "tars/b.tar").read_bytes()
     (tmp_path / "tars/b.tar").write_bytes(data[: 3 * 2048 + 100])
     refused = run_index(tmp_path / "tars", tmp_path / "index")
-    assert refused.returncode == 2 and "images are bad" in refused.stderr
+    assert refused.returncode == 2
+    assert "images are bad" in refused.stderr
     assert "label where source.label says: cls or json:FIELD in tars" in refused.stderr
     assert not (tmp_path / "index").exists()
     index(tmp_path / "tars", tmp_path / "index", "images.max_bad_fraction=0.3")
@@ -178,13 +182,15 @@ def test_unusable_inputs_are_in_the_ledger(tmp_path):
     assert samples(tmp_path / "index", "train")["cmyk"] == (cmyk, "0")
     # Both tars have good0: these keys got the name of their tar.
     found = samples(tmp_path / "index", "train")
-    assert len(found) == 40 and {"a/good0", "b/good0"} <= found.keys()
+    assert len(found) == 40
+    assert {"a/good0", "b/good0"} <= found.keys()
     # The tar was truncated before indexing, so it still equals its index.
     verify(tmp_path / "index")
     with open(tmp_path / "tars/b.tar", "r+b") as file:
         file.truncate(3 * 2048)
     finished = run(VERIFY, tmp_path / "index")
-    assert finished.returncode == 2 and "b.tar: content differs" in finished.stdout
+    assert finished.returncode == 2
+    assert "b.tar: content differs" in finished.stdout
 
 
 def test_the_path_of_the_tars_is_relative_if_movable(tmp_path):
@@ -199,7 +205,8 @@ def test_the_path_of_the_tars_is_relative_if_movable(tmp_path):
     shutil.move(tmp_path / "here", tmp_path / "there")
     assert len(samples(tmp_path / "there/index", "train")) == 6
     finished = run(VERIFY, tmp_path / "index")
-    assert finished.returncode == 2 and "cannot be read" in finished.stdout
+    assert finished.returncode == 2
+    assert "cannot be read" in finished.stdout
 
 
 @rows("""
@@ -232,7 +239,8 @@ def test_tars_sorted_by_class_are_refused_for_training(tmp_path, monkeypatch):
         write_tar(tmp_path / "tars" / f"{label:03d}.tar", rows)
     text = run_index(tmp_path / "tars", tmp_path / "index", "num_workers=1").stderr
     assert "1 of its 20 tars at a time, which have 1 classes" in text
-    assert "next: write shuffled ones" in text and not (tmp_path / "index").exists()
+    assert "next: write shuffled ones" in text
+    assert not (tmp_path / "index").exists()
     index(tmp_path / "tars", tmp_path / "index", 'source.splits={val: "*.tar"}')
 
 
@@ -248,7 +256,8 @@ def test_a_tar_that_changes_meanwhile_is_refused(tmp_path):
     run_steps(work, STEPS[:2], num_workers=1)
     os.utime(sorted(tars.glob("*.tar"))[0], ns=(1, 1))
     finished = run_index(tars, tmp_path / "index")
-    assert finished.returncode == 2 and "changed while" in finished.stderr
+    assert finished.returncode == 2
+    assert "changed while" in finished.stderr
     index(tars, tmp_path / "index")
 
 
@@ -263,13 +272,11 @@ def test_tars_at_a_url_are_indexed_in_place(tmp_path, monkeypatch):
         splits = f"source.splits={{train: '{{{','.join(names)}}}'}}"
         server.fault = lambda path, number: "forbidden" if path == names[2] else None
         failed = run_index(server.url, tmp_path / "index", splits, "num_workers=1")
-        assert (
-            failed.returncode == 74 and f"{names[2]}: cannot be read" in failed.stderr
-        )
+        assert failed.returncode == 74
+        assert f"{names[2]}: cannot be read" in failed.stderr
         work = tmp_path / ".index.preparing"
-        assert len(list(work.glob("tars/*.arrow"))) == 2 and not list(
-            work.rglob("*.tar")
-        )
+        assert len(list(work.glob("tars/*.arrow"))) == 2
+        assert not list(work.rglob("*.tar"))
         server.fault = lambda path, number: None
         server.requests.clear()
         index(server.url, tmp_path / "index", splits)
@@ -280,7 +287,8 @@ def test_tars_at_a_url_are_indexed_in_place(tmp_path, monkeypatch):
             < server.requests[names[3]]
         )
         found, local = (read_manifest(tmp_path / name) for name in ("index", "local"))
-        assert found.splits == local.splits and found.shards_root == server.url
+        assert found.splits == local.splits
+        assert found.shards_root == server.url
         assert found.index_blake3 == local.index_blake3
         info = json.loads((tmp_path / "index/_info.json").read_text())["splits"]
         assert info["train"]["filenames"][0].startswith(f"{server.url}/")
@@ -297,7 +305,8 @@ def test_tars_at_a_url_are_indexed_in_place(tmp_path, monkeypatch):
         printed = index(
             server.url, tmp_path / "cut", splits, "images.max_bad_fraction=0.1"
         )
-        assert "1 truncated_tar" in printed and names[1] in printed
+        assert "1 truncated_tar" in printed
+        assert names[1] in printed
     assert (
         "server cannot list"
         in run_index("http://127.0.0.1:9/a", tmp_path / "other").stderr

@@ -37,7 +37,8 @@ def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path):
     per_class = [
         sum(path.startswith(f"test/{d}/") for path in files) for d in range(10)
     ]
-    assert min(per_class) >= 34 and max(per_class) <= 37
+    assert min(per_class) >= 34
+    assert max(per_class) <= 37
     with Image.open(io.BytesIO(files["train/0/0000.png"])) as image:
         assert (image.size, image.mode) == ((32, 32), "RGB")
     assert split_sizes("digits", tmp_path / "a", tmp_path / "shards") == [1437, 360]
@@ -59,12 +60,12 @@ def test_characters_become_shards_and_stay_the_same(tmp_path):
         split: {p.stem[:-4] for p in (images / split).rglob("*.png")}
         for split in SPLITS
     }
-    assert len(fonts["train"]) == 3 and fonts["train"].isdisjoint(fonts["test"])
+    assert len(fonts["train"]) == 3
+    assert fonts["train"].isdisjoint(fonts["test"])
     for png in files_of(images).values():  # letters lie inside, and stand out
         pixels = np.asarray(Image.open(io.BytesIO(png)))
-        assert (
-            pixels.shape == (48, 48, 3) and pixels.max() >= 240 > 64 >= pixels[0].max()
-        )
+        assert pixels.shape == (48, 48, 3)
+        assert pixels.max() >= 240 > 64 >= pixels[0].max()
     assert f"{3 * num_letters} training and {num_letters} test images" in text
     assert "already there" in run_script("make_corpus", "characters", images, *options)
     text = run_script("make_corpus", "characters", images, "--num-train", "4", rc=2)

@@ -134,19 +134,19 @@ def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm):
     assert "lr: 0.002" in output
     assert rows["batch"] == "global batch 2 = 2 ranks x 1 images x 1 accumulated"
     assert rows["steps"].startswith("100 steps, 200 images = ")
-    assert (
-        "0.002" in rows["learning rate"]
-        and "GFLOPs per training image" in rows["compute"]
-    )
+    assert "0.002" in rows["learning rate"]
+    assert "GFLOPs per training image" in rows["compute"]
     checks = output.partition("# Checks\n")[2].partition("\n\n")[0]
-    assert "configuration  ok" in checks and "SLURM" not in checks
+    assert "configuration  ok" in checks
+    assert "SLURM" not in checks
     more = ("launch.nodes=2-8", "launch.tasks_per_node=4", "data.global_batch=64")
     output = submitted.call(
         "launch/slurm.py", "--dry-run", "--config", "run.yaml", *more
     )
     used = "used: 8, 4, 2 (the global batch divides over these)"
     assert f"2 to 8, as many as are free at each start; {used}" in output
-    assert "32 ranks x 2 images" in output and "(on 2 nodes, ZeRO " in output
+    assert "32 ranks x 2 images" in output
+    assert "(on 2 nodes, ZeRO " in output
 
 
 def test_a_data_preparation_is_an_array(submitted: FakeSlurm):
@@ -191,10 +191,12 @@ def test_refusals_are_short_and_complete(slurm: FakeSlurm):
     command = ("launch/slurm.py", "--config", "run.yaml", "name=other")
     without = slurm.call(*command, slurm=False, code=2)
     assert "no SLURM on this machine" in without
-    assert "vitscale launch --local" in without and "--dry-run" in without
+    assert "vitscale launch --local" in without
+    assert "--dry-run" in without
     bad = ("launch.nodes=3", "data.global_batch=64", "engine.device=cuda")
     errors = slurm.call(*command, *bad, code=2)
-    assert "64 images are not divisible by 3 tasks" in errors and "63 or 66" in errors
+    assert "64 images are not divisible by 3 tasks" in errors
+    assert "63 or 66" in errors
     free = ("launch.tasks_per_node=2", "data.global_batch=6")
     wrong = {
         "2-3": "6 images are not divisible by 4 tasks",
@@ -203,5 +205,6 @@ def test_refusals_are_short_and_complete(slurm: FakeSlurm):
     }
     for nodes, error in wrong.items():
         assert error in slurm.call(*command, *free, f"launch.nodes={nodes}", code=2)
-    assert "launch.gpus_per_node" in errors and "Traceback" not in errors + without
+    assert "launch.gpus_per_node" in errors
+    assert "Traceback" not in errors + without
     assert not (slurm.folder / "runs/other").exists()

@@ -91,7 +91,8 @@ def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path):
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     error = "error:\nno: no such folder\n  next: correct the path"
-    assert done.returncode == 2 and done.stderr.startswith(error)
+    assert done.returncode == 2
+    assert done.stderr.startswith(error)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -113,8 +114,10 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path, death):
     )
     output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
-    assert "rank 0 was here" in output and "rank 1 was here" not in output
-    assert "rank 1" in errors and "rank 1 was here" in errors
+    assert "rank 0 was here" in output
+    assert "rank 1 was here" not in output
+    assert "rank 1" in errors
+    assert "rank 1 was here" in errors
     assert ("out of ideas" in errors) == ("out of ideas" in death)
     (attempt,) = read_attempts(tmp_path)
     assert attempt.ending is Ending.FAILED
@@ -164,7 +167,8 @@ def test_ranks_do_not_obey_what_the_shell_says_of_another_job(tmp_path, monkeypa
         seen = (tmp_path / f"seen-{rank}").read_text().split()
         own = ["127.0.0.1", "2", None, None, None, str(rank), None, ""]
         assert seen == [*map(repr, own)], errors
-    assert "GLOO_SOCKET_IFNAME" in output and "not used" in output
+    assert "GLOO_SOCKET_IFNAME" in output
+    assert "not used" in output
 
 
 STUBBORN = """

@@ -75,7 +75,8 @@ def results(folder: Path) -> dict[str, float]:
             assert {
                 key: str("" if row[key] is None else row[key]) for key in row
             } == cells
-            assert f"| {row['metric']} " in line and f"| {row['value']:.4f} " in line
+            assert f"| {row['metric']} " in line
+            assert f"| {row['value']:.4f} " in line
     return {row["metric"]: row["value"] for row in stored}
 
 
@@ -135,7 +136,8 @@ def test_evaluations_of_files_and_of_a_run(
     printed = scripts.run(
         "evaluate_model", f"init={NPZ}", *data, f"output={from_npz[0]}", code=2
     )
-    assert "is the run folder of a training" in printed and "Traceback" not in printed
+    assert "is the run folder of a training" in printed
+    assert "Traceback" not in printed
 
 
 def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts):
@@ -172,7 +174,8 @@ def test_unreadable_images_do_not_end_the_command(
     output = tmp_path / "out/table.parquet"
     words = (f"init={from_npz[0]}", "compute.device=cpu", tmp_path / "in")
     said = scripts.run("predict", *words, f"output={output}", "top=2", num_ranks=2)
-    assert "8 images, 5 of them unreadable" in said and "left out 1 files" in said
+    assert "8 images, 5 of them unreadable" in said
+    assert "left out 1 files" in said
     rows = pq.read_table(output).to_pylist()
     names = [
         "a.jpg",
@@ -191,10 +194,12 @@ def test_unreadable_images_do_not_end_the_command(
     assert rows[0]["class_1"] == rows[1]["class_1"]
     assert [path.name for path in output.parent.iterdir()] == ["table.parquet"]
     printed = scripts.run("predict", *words)
-    assert "c.jpg: cannot be read" in printed and printed.count("%") == 9
+    assert "c.jpg: cannot be read" in printed
+    assert printed.count("%") == 9
     bad = f"output={tmp_path}/in/a.jpg/table.csv"
     printed = scripts.run("predict", *words, bad, code=2)
-    assert f"{bad}: cannot be written" in printed and "Traceback" not in printed
+    assert f"{bad}: cannot be written" in printed
+    assert "Traceback" not in printed
 
 
 @pytest.mark.slow
@@ -217,7 +222,8 @@ def test_every_format_is_exported_with_a_card(scripts: Scripts, from_npz: Run):
         ((scripts.folder / "new", "mlflow=true"), "no MLflow run trained this model"),
     ):
         printed = scripts.run("export", f"init={NPZ}", "--to", "npz", *more, code=2)
-        assert message in printed and "Traceback" not in printed
+        assert message in printed
+        assert "Traceback" not in printed
     assert not (scripts.folder / "new").exists()
 
 
@@ -260,10 +266,8 @@ def test_own_code_predicts_as_the_command(scripts: Scripts, from_npz: Run, tmp_p
             "predict", f"init={from_npz[0]}", *inputs, f"output={table}", "top=3"
         )
         found = used(pixels).softmax(dim=1).detach().numpy()
-        assert (
-            used.classes == dataset.classes
-            and np.abs(found - shares(table)).max() < 1e-5
-        )
+        assert used.classes == dataset.classes
+        assert np.abs(found - shares(table)).max() < 1e-5
     names = [dataset.classes[label] for label in labels.tolist()]
     assert names == [row["label"] for row in predictions(table)]
     assert model(stored, output="features").shape == (len(dataset), 16)

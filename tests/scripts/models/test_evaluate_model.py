@@ -108,7 +108,8 @@ def test_the_average_is_the_same_on_one_rank_and_two(
         )
         metrics = check_outside(supervised, tmp_path / str(ranks), prefix="val/ema_")
         tables.append(printed.partition("\n\n")[2].replace("/1/", "/2/"))
-    assert tables[0] == tables[1] and "95 % interval" in tables[0]
+    assert tables[0] == tables[1]
+    assert "95 % interval" in tables[0]
     for files in (tmp_path / "2/out/evaluation", supervised / "evaluation/ema"):
         assert {path.name for path in files.iterdir()} == FILES
         images = Counter[str]()

@@ -177,14 +177,15 @@ def test_a_node_that_cannot_start_a_task_is_left(
         "2",
         "1",
     ), log
-    assert ended["ExcNodeList"] == node and not [
-        *slurm.processes(SLURM_JOB_ID=job.job_id)
-    ]
+    assert ended["ExcNodeList"] == node
+    assert not [*slurm.processes(SLURM_JOB_ID=job.job_id)]
     *without, last = read_attempts(tmp_path)
-    assert last.ending is Ending.DONE and node not in last.nodes
+    assert last.ending is Ending.DONE
+    assert node not in last.nodes
     no_python = f"{sys.executable}: No such file or directory"
     if node == "n1":
-        assert not without and log.count(f"execve(): {no_python}") == 2
+        assert not without
+        assert log.count(f"execve(): {no_python}") == 2
         assert log.count("Python did not start on n1") == 2
     else:
         reason = "rank 1 on n2: launch failed: Slurmd could not connect IO"

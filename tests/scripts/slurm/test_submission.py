@@ -75,7 +75,8 @@ def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout):
     _, output = submit("--dry-run", "launch.cpus_per_task=5")
     assert "warning  sbatch --test-only: allocation failure: Requested node" in output
     _, output = submit("--dry-run", "launch.timeout_min=61")
-    assert "(test has MaxTime=01:00:00)" in output and "=60, at which" in output
+    assert "(test has MaxTime=01:00:00)" in output
+    assert "=60, at which" in output
     assert "SLURM          ok " in submit("--dry-run", "launch.cpus_per_task=4")[1]
     assert not jobs.exists()
 
@@ -84,10 +85,8 @@ def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout):
     # The job imports it, the submission does not.
     edit("vitscale/training/session.py", "raise SystemExit('edited while queued')")
     refused, output = submit()
-    assert (
-        not refused
-        and f"job {first} (PENDING: JobHeldUser) of this run has not ended" in output
-    )
+    assert not refused
+    assert f"job {first} (PENDING: JobHeldUser) of this run has not ended" in output
     second, output = submit("--after")
     assert second, output
     assert slurm.job(second)["Dependency"].startswith(f"afterany:{first}")

@@ -83,7 +83,8 @@ def train(starter: WarmStarter, folder: Path, *settings: str, **how) -> str:
 
 def test_it_is_read(stored):
     checkpoint, complaints = newest_checkpoint(stored / "checkpoints")
-    assert checkpoint is not None and complaints == []
+    assert checkpoint is not None
+    assert complaints == []
     assert (checkpoint.step, checkpoint.progress["samples_seen"]) == (16, 16 * 8)
     assert [path.name for path in step_folders(stored / "checkpoints")] == [
         "step-00000016",
@@ -197,7 +198,8 @@ def test_replaced_samples_are_counted_since_step_0(warm_starter: WarmStarter, tm
         journal(tmp_path / name / "run", "step", "vitals/unreadable")
         for name in ("whole", "parts")
     )
-    assert whole == parts and (counts := whole["vitals/unreadable"])[-1] > 4
+    assert whole == parts
+    assert (counts := whole["vitals/unreadable"])[-1] > 4
     assert counts == sorted(counts)
     # The limit, too, counts those before a stop, here just before the last one.
     last = 20 - len(counts) + counts.index(counts[-1])

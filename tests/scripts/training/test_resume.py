@@ -148,9 +148,8 @@ def test_another_layout_goes_on_with_the_same_losses(
         close = {
             key for key in own if key.endswith(("loss", "lr", "step", "grad_norm"))
         }
-        assert own.keys() == other.keys() and {
-            key: own[key] for key in close
-        } == pytest.approx(
+        assert own.keys() == other.keys()
+        assert {key: own[key] for key in close} == pytest.approx(
             {key: other[key] for key in close},
             rel=1e-5 if own["step"] < STEPS else 1e-4,
         )
@@ -230,9 +229,8 @@ def test_shards_without_labels(fault_runs: FaultRuns, tmp_path):
         assert fault_runs.run(tmp_path / name, *settings, **short) == [code]
         said = output(tmp_path / name)
         needs = f"{'knn' if name == 'mae' else name} needs labels, but the shards of"
-        assert (
-            "36 images, no classes" if code == 0 else needs
-        ) in said and "Traceback" not in said
+        assert ("36 images, no classes" if code == 0 else needs) in said
+        assert "Traceback" not in said
 
 
 # A save after a signal ends a log interval, which an uninterrupted training may not end there.
@@ -324,9 +322,8 @@ def test_surviving_rank_ends_and_names_the_other(fault_runs: FaultRuns, tmp_path
 def test_updates_with_nan_are_skipped_and_named(fault_runs: FaultRuns, tmp_path):
     planted = {1: [fault("forward", micro_step(8, number=1), "NaN")]}
     assert fault_runs.run(tmp_path, faults=planted) == [0, 0], output(tmp_path)
-    assert "1 updates skipped" in output(tmp_path) and "on rank 1; samples '" in output(
-        tmp_path
-    )
+    assert "1 updates skipped" in output(tmp_path)
+    assert "on rank 1; samples '" in output(tmp_path)
     state = read_state(tmp_path / "run")
     skipped = [
         row["train/skipped_steps"] for row in state.journal if "train/loss" in row
@@ -357,7 +354,8 @@ def test_a_rank_that_never_starts_is_named(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
     assert "not all of 2 ranks started within 0.02 min; missing: 1" in done.stderr
 
 

@@ -68,7 +68,8 @@ def test_a_finished_run_repeated_changes_nothing(fault_runs: FaultRuns, finished
     before = contents()
     assert fault_runs.run(finished.parent) == [0, 0]
     done = f"done before: {finished} at step {STEPS}\n"
-    assert done in output(finished.parent) and "not used" not in output(finished.parent)
+    assert done in output(finished.parent)
+    assert "not used" not in output(finished.parent)
     assert contents() == before
     # Other settings are not used, which is said.
     assert fault_runs.run(finished.parent, "optim.lr=0.5") == [0, 0]
@@ -83,7 +84,8 @@ def test_profiled_steps_are_traced(fault_runs: FaultRuns, tmp_path):
     trace = json.loads((tmp_path / "run/profile.json").read_text())
     names = [event.get("name", "") for event in trace["traceEvents"]]
     assert len({name for name in names if name.startswith("ProfilerStep#")}) == 2
-    assert names.count("aten::addmm") > 0 and "gloo:all_reduce" in " ".join(names)
+    assert names.count("aten::addmm") > 0
+    assert "gloo:all_reduce" in " ".join(names)
 
 
 @pytest.mark.slow
@@ -198,9 +200,11 @@ def test_bad_input_ends_with_one_clear_message(
         fcntl.flock(file, fcntl.LOCK_EX)
         ranks = fault_runs.start(tmp_path, *overrides, num_ranks=1, stage=stage)
         assert wait_all(ranks) == [2]
-    assert output(tmp_path).count(message) == 1 and "Traceback" not in output(tmp_path)
+    assert output(tmp_path).count(message) == 1
+    assert "Traceback" not in output(tmp_path)
     assert not (tmp_path / "new/checkpoints").exists()
     assert case != "few tars" or not (tmp_path / "new").exists()
     if case == "raw key":  # the engine refuses it
         failure = cause(read_failures(tmp_path / "new"))
-        assert failure is not None and "ended with an error: " in failure.what
+        assert failure is not None
+        assert "ended with an error: " in failure.what
