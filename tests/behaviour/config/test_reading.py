@@ -181,8 +181,10 @@ def test_command_line_beats_file_beats_base_beats_default(here):
     loaded = load_run(PretrainRun, "sub/b.yaml", overrides=given.split("|"))
     run = loaded.run
     places = loaded.places
-    assert (run.data.path, run.optim.lr) == ("c", 2e-3)
-    assert (run.data.global_batch, run.seed) == (64, 0)
+    assert run.data.path == "c"
+    assert run.optim.lr == 2e-3
+    assert run.data.global_batch == 64
+    assert run.seed == 0
     # Lists are replaced, groups merged.
     assert run.launch.setup == ("c",)
     assert run.launch.sbatch == {"x": 1, "y": 2, "z": 3}
@@ -205,11 +207,10 @@ def test_the_site_file_is_above_defaults_and_below_files(here, monkeypatch):
     loaded = load_run(PretrainRun, "b.yaml", overrides=["launch.sbatch.y=2"])
     launch = loaded.run.launch
     places = loaded.places
-    assert (launch.partition, places["launch", "partition"]) == ("low", "b.yaml:2")
-    assert (launch.setup, places["launch", "setup"]) == (
-        ("a",),
-        ".config/vitscale/site.yaml:3",
-    )
+    assert launch.partition == "low"
+    assert places["launch", "partition"] == "b.yaml:2"
+    assert launch.setup == ("a",)
+    assert places["launch", "setup"] == ".config/vitscale/site.yaml:3"
     assert launch.sbatch == {"x": 1, "y": 2}
     assert (
         load_run_file(PretrainRun, "a.yaml").launch.sbatch == {}
@@ -412,9 +413,12 @@ def test_homes_are_expanded_in_every_path_and_nowhere_else(tmp_path, monkeypatch
         "labels: {map: ~nobody-here/map.csv, space: ./~/space}\n"
     )
     run = load_run(DataPrepRun, file).run
-    assert (run.output, run.source.path) == ("/home/mé x/shards", "/home/mé x/images")
-    assert (run.source.leave_out, run.source.val_labels) == ("/home/mé x", "a/~/b")
-    assert (run.labels.map, run.labels.space) == ("~nobody-here/map.csv", "./~/space")
+    assert run.output == "/home/mé x/shards"
+    assert run.source.path == "/home/mé x/images"
+    assert run.source.leave_out == "/home/mé x"
+    assert run.source.val_labels == "a/~/b"
+    assert run.labels.map == "~nobody-here/map.csv"
+    assert run.labels.space == "./~/space"
     assert run.source.splits == {"train": "~/x"}
     given = ["init=~/runs/a", "images=[~/a b.png,hf://x/~y,~root/c]", "output=~/x.csv"]
     predict = load_run(PredictRun, None, overrides=given).run
@@ -423,7 +427,8 @@ def test_homes_are_expanded_in_every_path_and_nowhere_else(tmp_path, monkeypatch
         "hf://x/~y",
         os.path.expanduser("~root/c"),
     )
-    assert (predict.init, predict.output) == ("/home/mé x/runs/a", "/home/mé x/x.csv")
+    assert predict.init == "/home/mé x/runs/a"
+    assert predict.output == "/home/mé x/x.csv"
 
 
 def test_files_are_found_below_the_home(tmp_path, monkeypatch):

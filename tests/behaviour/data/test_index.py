@@ -95,7 +95,8 @@ def test_columns_are_as_narrow_as_their_values():
         (2**31, "int64"),
     ):
         found = narrowed(np.array([0, value]))
-        assert (found.tolist(), found.dtype) == ([0, value], dtype)
+        assert found.tolist() == [0, value]
+        assert found.dtype == dtype
 
 
 @pytest.fixture

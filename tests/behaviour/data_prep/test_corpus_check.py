@@ -443,7 +443,8 @@ def test_parts_of_sorted_tars_are_drawn_from_all_of_them(indexed):
     kept, held = (
         sample_keys(each, range(each.num_samples)) for each in (part, found.dev)
     )
-    assert (len(kept), len(held)) == (84, 36)
+    assert len(kept) == 84
+    assert len(held) == 36
     assert len({*kept, *held}) == 120
 
     # Half of what the cut leaves for training.

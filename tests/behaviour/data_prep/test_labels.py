@@ -32,7 +32,9 @@ def written(path: Path, text: str) -> str:
 @rows(SIZES)
 def test_known_spaces_have_their_published_sizes(name, num, first, last):
     classes = known_space(name)
-    assert (len(classes), classes[0], classes[-1]) == (num, first, last)
+    assert len(classes) == num
+    assert classes[0] == first
+    assert classes[-1] == last
     assert len(set(classes)) == num
 
 

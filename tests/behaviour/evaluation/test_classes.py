@@ -90,7 +90,8 @@ def test_words_of_a_few_classes_find_their_outputs():
 """)
 def test_other_classes_meet_by_name(model, data, columns, how):
     found = column_of_each_class(model, data, num_outputs=len(model or data))
-    assert (list(found.columns), found.how) == (columns, how)
+    assert list(found.columns) == columns
+    assert found.how == how
 
 
 def test_both_spellings_of_an_accent_are_one_name():

@@ -100,7 +100,8 @@ def test_exported_folders_are_read_back_as_they_are(tmp_path, settings, to):
     again = export(loaded, to, tmp_path / "again") / path.name
     assert again.read_bytes() == path.read_bytes()
     found = open_model(str(folder))
-    assert (found.arch, found.preprocessing) == (loaded.arch, loaded.preprocessing)
+    assert found.arch == loaded.arch
+    assert found.preprocessing == loaded.preprocessing
     assert found.classes == classes
     # Positions of other image sizes are resampled as in our runs, corners to corners.
     smaller = open_model(str(folder), image_size=8)

@@ -139,7 +139,9 @@ def test_the_cause_is_what_the_best_report_says(
         code=1 if errors else 137,
         reports=[REPORTS[name] for name in reports],
     )
-    assert (found.kind, found.reason, found.failed_node) == (kind, reason, node)
+    assert found.kind == kind
+    assert found.reason == reason
+    assert found.failed_node == node
     assert found.ending is Ending.FAILED
 
 
@@ -166,9 +168,12 @@ def test_a_node_without_python_is_blamed(tmp_path, log, code, last, why):
     (tmp_path / log).write_text(f"of an earlier attempt\n{last}\n{line}\n")
     found = outcome(tmp_path / "run", line)
     if why is None:
-        assert (found.kind, found.failed_node) == ("bad input", None)
+        assert found.kind == "bad input"
+        assert found.failed_node is None
         return
-    assert (found.kind, found.failed_rank, found.failed_node) == ("other", 1, "n2")
+    assert found.kind == "other"
+    assert found.failed_rank == 1
+    assert found.failed_node == "n2"
     assert found.reason == f"rank 1 on n2 could not start: {why}"
 
 
@@ -179,7 +184,8 @@ def test_a_task_that_was_not_launched_is_blamed(tmp_path, monkeypatch):
     why = "launch failed: Slurmd could not connect IO"
     # The end of the others follows from it.
     found = outcome(tmp_path, f"srun: error: task 3 {why}\n{EXITED}")
-    assert (found.reason, found.failed_node) == (f"rank 3 on n2: {why}", "n2")
+    assert found.reason == f"rank 3 on n2: {why}"
+    assert found.failed_node == "n2"
     monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic:block")
     (tmp_path / "cyclic").mkdir()
     found = outcome(tmp_path / "cyclic", f"srun: error: task 2 {why}")
@@ -189,7 +195,8 @@ def test_a_task_that_was_not_launched_is_blamed(tmp_path, monkeypatch):
 def test_a_kill_that_no_rank_saw_is_recorded(tmp_path):
     outcome(tmp_path, KILLED, reports=[LOST])
     recorded = read_failures(tmp_path, attempt=ATTEMPT)[-1]
-    assert (recorded.kind, recorded.rank) == (FailureKind.KILLED, 1)
+    assert recorded.kind == FailureKind.KILLED
+    assert recorded.rank == 1
     assert recorded.reported_by is None
     outcome(tmp_path, KILLED)
     assert len(read_failures(tmp_path)) == 2
@@ -377,8 +384,10 @@ def test_an_attempt_records_how_it_ended(tmp_path):
     before = events.read_bytes()
     ended = end_attempt(running, tmp_path, FAILED)
     assert read_attempts(tmp_path) == [ended]
-    assert (ended.checkpoint_step, ended.last_step) == (30, 37)
-    assert (ended.ending, ended.failed_node) == (Ending.FAILED, "n2")
+    assert ended.checkpoint_step == 30
+    assert ended.last_step == 37
+    assert ended.ending == Ending.FAILED
+    assert ended.failed_node == "n2"
     assert ended.ended is not None
     assert ended.ended >= ended.started
     assert events.read_bytes().startswith(before)
@@ -400,9 +409,12 @@ def test_the_next_attempt_closes_one_without_an_end(tmp_path):
     log(tmp_path, 5)
     begin(tmp_path, restart=1)
     first, second = read_attempts(tmp_path)
-    assert (first.ending, first.last_step) == (Ending.LOST, 5)
+    assert first.ending == Ending.LOST
+    assert first.last_step == 5
     assert first.ended is not None
-    assert (second.number, second.restart, second.ended) == (2, 1, None)
+    assert second.number == 2
+    assert second.restart == 1
+    assert second.ended is None
 
 
 @every(

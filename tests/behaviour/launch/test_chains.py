@@ -123,8 +123,10 @@ def test_a_stage_has_a_run_for_each_combination_and_each_input(folder):
         ("shards", step.name) for step in tuned
     ]
     last = tuned[-1].run
-    assert (last.optim.lr, last.seed) == (0.001, 4)
-    assert (last.init, last.data.path) == ("runs/small/pretrain", "shards")
+    assert last.optim.lr == 0.001
+    assert last.seed == 4
+    assert last.init == "runs/small/pretrain"
+    assert last.data.path == "shards"
     assert last.tracking.tags == {
         "chain": "small", "chain.stage": "finetune",
         "chain.finetune.optim.lr": "0.001", "chain.finetune.seed": "4",
@@ -251,7 +253,9 @@ def test_runs_of_a_sweep_are_named_by_what_differs():
         f"pretrain/lr-{lr}_seed-{seed}" for lr in (0.001, 0.01) for seed in (2, 3)
     ]
     run = runs["pretrain/lr-0.01_seed-3"]
-    assert (run.optim.lr, run.seed, run.model.width) == (0.01, 3, 32)
+    assert run.optim.lr == 0.01
+    assert run.seed == 3
+    assert run.model.width == 32
     assert run.folder == "runs/x/pretrain/lr-0.01_seed-3"
     runs = sweep_of("finetune", "init=[runs/a,runs/b]")
     assert [run.init for run in runs.values()] == ["runs/a", "runs/b"]

@@ -153,7 +153,9 @@ def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, ending, state):
     is_ended = ending not in ("", "done")
     restarts = {ending: 1} if is_ended else {}
     since = NOW if ending else NOW - 10  # the last line of its journal
-    assert (found.state, found.restarts, found.since) == (state, restarts, since)
+    assert found.state == state
+    assert found.restarts == restarts
+    assert found.since == since
     assert (": why" in run.line()) == is_ended
 
 
@@ -205,7 +207,8 @@ def test_an_array_runs_while_a_task_does(run: RunFolder):
         job("RUNNING", job_id=f"{JOB}_1", nodes="n1"),
     ]
     found = read_state(run.folder, live)
-    assert (found.state, found.place) == (RunState.RUNNING, f"job {JOB}_1 on n1")
+    assert found.state == RunState.RUNNING
+    assert found.place == f"job {JOB}_1 on n1"
 
     # The tasks of a preparation share its output; without a record there is nothing to go by.
     shards = run.folder.parent / "shards"

@@ -188,11 +188,9 @@ def test_what_timm_saved_is_read(tmp_path):
     asked = TimmSettings(name="timm", model="test_convnext", image_size=SIZE)
     file = open_model(str(tmp_path / "pytorch_model.bin"), model=asked)
     for found, size in ((open_model(str(tmp_path)), 160), (file, SIZE)):
-        assert (found.arch.name, found.num_classes, found.arch.image_size) == (
-            "timm",
-            5,
-            size,
-        )
+        assert found.arch.name == "timm"
+        assert found.num_classes == 5
+        assert found.arch.image_size == size
         assert torch.equal(found.network(images()), theirs(images()))
     assert "assumed mean=(0.5, 0.5, 0.5)" in file.source
 
@@ -209,7 +207,8 @@ def test_folders_are_read_by_timm_and_here(tmp_path, name):
         folder = export(loaded, to, tmp_path / to)
         # Without the name timm's ViT is read into our own.
         found = open_model(str(folder), model=TimmSettings(model=name))
-        assert (found.arch, found.classes) == (loaded.arch, loaded.classes)
+        assert found.arch == loaded.arch
+        assert found.classes == loaded.classes
         assert found.preprocessing.mean == how["mean"]
         assert torch.equal(found.network(images()), loaded.network(images()))
     options = {} if name == "test_convnext" else {"img_size": 96}

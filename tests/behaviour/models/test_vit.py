@@ -191,7 +191,8 @@ def test_dropout_is_after_dense_layers_but_qkv_and_drop_path_grows_or_is_constan
         == block.mlp.drop2.p
         == model.pos_drop.p
     )
-    assert (model.pos_drop.p, block.attn.attn_drop.p) == (0.3, 0.0)
+    assert model.pos_drop.p == 0.3
+    assert block.attn.attn_drop.p == 0.0
 
     def rates(**how):
         blocks = small(drop_path=0.3, depth=4, **how).blocks
@@ -270,10 +271,8 @@ def test_a_distilled_model_has_a_head_for_each_token():
     model(PIXELS).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     arch = arch_of(distillation_token=True)
-    assert (
-        layers_above("dist_token", arch),
-        layers_above("head_dist.weight", arch),
-    ) == (3, 0)
+    assert layers_above("dist_token", arch) == 3
+    assert layers_above("head_dist.weight", arch) == 0
 
 
 # ---- settings -----------------------------------------------------------------------------------
@@ -282,12 +281,10 @@ def test_a_distilled_model_has_a_head_for_each_token():
 def test_resolved_settings_stay_as_they_are():
     settings = ViTSettings(preset="B/16", depth=2)
     arch = settings.resolved(num_classes=7)
-    assert (arch.width, arch.depth, arch.patch_size, arch.num_classes) == (
-        768,
-        2,
-        16,
-        7,
-    )
+    assert arch.width == 768
+    assert arch.depth == 2
+    assert arch.patch_size == 16
+    assert arch.num_classes == 7
     assert arch.resolved(num_classes=9) == arch
     assert settings.width is None
 

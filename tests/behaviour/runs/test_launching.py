@@ -106,7 +106,8 @@ def test_cooldown_of_a_plan_is_its_share_of_the_steps():
     for share, steps in ((0.25, 25), (0.001, 1), (0.0, 0)):
         chosen = run(schedule={"decay": "constant", "cooldown_share": share})
         plan = training_plan(chosen, world_size=1, num_samples=8)
-        assert (plan.total_steps, plan.cooldown_steps) == (100, steps)
+        assert plan.total_steps == 100
+        assert plan.cooldown_steps == steps
     late = run(schedule={"decay": "constant", "cooldown_share": 0.95})
     with refused("schedule.cooldown_share: 10 .* and 95 of cool-down"):
         training_plan(late, world_size=1, num_samples=8)
@@ -124,7 +125,8 @@ def test_warmup_of_a_plan_may_be_given_in_epochs():
 def test_micro_batch_is_the_largest_that_fits():
     wide = run(data={"global_batch": 24}, engine={"max_micro_batch": 8})
     plan = training_plan(wide, world_size=2, num_samples=8)
-    assert (plan.micro_batch, plan.accumulation) == (6, 2)
+    assert plan.micro_batch == 6
+    assert plan.accumulation == 2
     mixed = run(data={"global_batch": 18, "mixing": {}}, engine={"max_micro_batch": 9})
     with refused("no even micro-batch divides the 9 images"):
         training_plan(mixed, world_size=2, num_samples=8)

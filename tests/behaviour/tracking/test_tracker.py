@@ -279,10 +279,8 @@ def test_a_copy_is_completed_and_made_once(folder, store: Store, mlflow_database
         return [*tables, [(path, path.stat().st_mtime_ns) for path in files]]
 
     record = read_record(folder)
-    assert (record.status, record.experiment) == (
-        "FINISHED",
-        "copies",
-    )
+    assert record.status == "FINISHED"
+    assert record.experiment == "copies"
     events = read_events(folder)
     # The first time, it is interrupted.
     journal = (folder / "journal.jsonl").read_bytes()
@@ -297,7 +295,9 @@ def test_a_copy_is_completed_and_made_once(folder, store: Store, mlflow_database
     assert first.num_files == 2  # nothing outside the folder
     before = content()
     again = send(folder, mlflow_database)
-    assert (again.run_id, again.num_points, again.num_files) == (first.run_id, 0, 0)
+    assert again.run_id == first.run_id
+    assert again.num_points == 0
+    assert again.num_files == 0
     assert content() == before
     assert read_events(folder) == events
     times = [int(row.time * 1000) for row, _ in read_rows(folder / "journal.jsonl")]

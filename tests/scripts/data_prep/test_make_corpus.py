@@ -40,7 +40,8 @@ def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path):
     assert min(per_class) >= 34
     assert max(per_class) <= 37
     with Image.open(io.BytesIO(files["train/0/0000.png"])) as image:
-        assert (image.size, image.mode) == ((32, 32), "RGB")
+        assert image.size == (32, 32)
+        assert image.mode == "RGB"
     assert split_sizes("digits", tmp_path / "a", tmp_path / "shards") == [1437, 360]
 
 

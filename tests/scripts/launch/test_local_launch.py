@@ -275,7 +275,5 @@ submission.StageJob(script="stage.py", config="c")()
         [sys.executable, "-u", "-c", program],
         cwd=tmp_path, env=env, capture_output=True, text=True,
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (
-        75,
-        "''\nstopped by SIGUSR2; finished work is kept\n",
-    )
+    assert done.returncode == 75
+    assert done.stdout == "''\nstopped by SIGUSR2; finished work is kept\n"

@@ -123,7 +123,5 @@ def test_the_average_is_the_same_on_one_rank_and_two(
         assert right.total() / 360 == pytest.approx(metrics["top1"], abs=TOLERANCE)
         for row in rows_of(files / "per_class.csv"):
             name = row["class"]
-            assert (int(row["images"]), int(row["correct"])) == (
-                images[name],
-                right[name],
-            )
+            assert int(row["images"]) == images[name]
+            assert int(row["correct"]) == right[name]

@@ -118,7 +118,8 @@ def test_status_and_follow_see_every_state(slurm, submit, tmp_path):
     [shown] = json.loads(
         slurm.script("launch/status.py", "--json", tmp_path, cwd=tmp_path)
     )
-    assert (shown["state"], shown["job"]["reason"]) == ("queued", "JobHeldUser")
+    assert shown["state"] == "queued"
+    assert shown["job"]["reason"] == "JobHeldUser"
     with following(tmp_path) as (process, await_text):
         await_text("held by its user")
         process.send_signal(signal.SIGINT)
@@ -129,7 +130,8 @@ def test_status_and_follow_see_every_state(slurm, submit, tmp_path):
         await_text("held by its user")
         slurm.run(["scontrol", "release", job.job_id])
         running = wait_for(RunState.RUNNING, step=2)
-        assert (running.logged.total_steps, running.logged.images_per_s) == (4, 7.0)
+        assert running.logged.total_steps == 4
+        assert running.logged.images_per_s == 7.0
         assert running.job.nodes in ("n1", "n2")
         await_text("step 2/4")
         slurm.run(["scancel", "--signal=USR2", job.job_id])

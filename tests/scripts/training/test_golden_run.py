@@ -85,7 +85,8 @@ def test_it_is_read(stored):
     checkpoint, complaints = newest_checkpoint(stored / "checkpoints")
     assert checkpoint is not None
     assert complaints == []
-    assert (checkpoint.step, checkpoint.progress["samples_seen"]) == (16, 16 * 8)
+    assert checkpoint.step == 16
+    assert checkpoint.progress["samples_seen"] == 16 * 8
     assert [path.name for path in step_folders(stored / "checkpoints")] == [
         "step-00000016",
         "step-00000010",
@@ -95,8 +96,10 @@ def test_it_is_read(stored):
     assert events == ["started", "failed", "started"]
     start = read_start(stored)
     failure = cause(read_failures(stored))
-    assert (start.first_step, start.total_steps) == (10, 20)
-    assert (failure.rank, failure.step) == (1, 12)
+    assert start.first_step == 10
+    assert start.total_steps == 20
+    assert failure.rank == 1
+    assert failure.step == 12
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,9 @@ def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
     for text in outputs:
         assert f"rank {rank} on n{rank}: what the run needs: is not here" in text
     found = cause(read_failures(tmp_path / "run"))
-    assert (found.kind, found.rank, found.node) == (FailureKind.NODE, rank, f"n{rank}")
+    assert found.kind == FailureKind.NODE
+    assert found.rank == rank
+    assert found.node == f"n{rank}"
 
 
 @pytest.mark.slow
