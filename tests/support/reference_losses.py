@@ -113,9 +113,8 @@ def masked_patches(
         inputs = corruption_of(sample.positions)
         logits_BKC = run(pixels, output="objective", **inputs).float()
         patch = sample.images.shape[-1] // math.isqrt(inputs["sources_BN"].shape[1])
-        means = F.avg_pool2d(sample.images.double() / 255, patch).flatten(
-            2
-        )  # [B, 3, L]
+        # [B, 3, L].
+        means = F.avg_pool2d(sample.images.double() / 255, patch).flatten(2)
         level_B3L = (means * 8 + 1e-9).floor().clamp(max=7).long()
         color_BL = level_B3L[:, 0] * 64 + level_B3L[:, 1] * 8 + level_B3L[:, 2]
         return F.cross_entropy(logits_BKC.flatten(0, 1),

@@ -212,9 +212,8 @@ def test_the_site_file_is_above_defaults_and_below_files(here, monkeypatch):
     assert launch.setup == ("a",)
     assert places["launch", "setup"] == ".config/vitscale/site.yaml:3"
     assert launch.sbatch == {"x": 1, "y": 2}
-    assert (
-        load_run_file(PretrainRun, "a.yaml").launch.sbatch == {}
-    )  # a resolved file ignores it
+    # A resolved file ignores it.
+    assert load_run_file(PretrainRun, "a.yaml").launch.sbatch == {}
     monkeypatch.setenv("VITSCALE_SITE", "")
     assert load_run(PretrainRun, "a.yaml").run.launch.partition is None
 

@@ -82,9 +82,8 @@ def test_each_order_remembers_its_own_blocks(monkeypatch):
     for offset in range(40):
         for each in orders:
             each.at(offset)
-    assert len(computed) == 2 * len(
-        orders
-    )  # of shards, and of the first block's samples
+    # Of shards, and of the first block's samples.
+    assert len(computed) == 2 * len(orders)
     for position in range(0, 10_000, 40):
         orders[0].at(position)
     assert len(orders[0]._recent_epochs) == len(orders[0]._recent_blocks) == REMEMBERED
@@ -93,9 +92,8 @@ def test_each_order_remembers_its_own_blocks(monkeypatch):
 def test_the_shards_of_this_block_and_the_next_are_wanted_ahead():
     sample_order = order([1] * (3 * BLOCK_SHARDS + 4))
     num = sample_order.num_samples
-    this_epoch = [
-        sample_order.at(offset)[1] for offset in range(num)
-    ]  # a sample is a shard here
+    # A sample is a shard here.
+    this_epoch = [sample_order.at(offset)[1] for offset in range(num)]
     next_epoch = [sample_order.at(num + offset)[1] for offset in range(num)]
     for start in range(0, num, BLOCK_SHARDS):
         block = this_epoch[start : start + BLOCK_SHARDS]

@@ -177,9 +177,8 @@ def test_an_error_is_raised_here_and_ends_the_workers():
         with Workers(int, num=2, imports=()) as workers:
             list(workers.results(["1", "x", "2"]))
     assert "in a worker process" in caught.value.__notes__[0]
-    assert (
-        len(descendants(os.getpid())) <= len(before) + 2
-    )  # the server and its tracker
+    # The server and its tracker.
+    assert len(descendants(os.getpid())) <= len(before) + 2
 
 
 def test_a_dead_worker_process_is_reported():

@@ -103,9 +103,8 @@ def test_erasing_fills_one_box(mode):
         if mode == "const":
             assert pixels[channel].unique().tolist() == [round(255 * MEAN[channel])]
         if mode == "pixel":
-            assert pixels[channel].std() == pytest.approx(
-                255 * STD[channel], rel=0.05
-            )  # cut off
+            # Noise is cut off at 0 and 255, which narrows it.
+            assert pixels[channel].std() == pytest.approx(255 * STD[channel], rel=0.05)
     assert all((box == box[:, :1, :1]).all() for box in values) == (mode != "pixel")
     if mode == "rand":
         assert len({tuple(box[:, 0, 0].tolist()) for box in values}) > 400

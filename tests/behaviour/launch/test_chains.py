@@ -335,9 +335,8 @@ def test_a_run_with_other_settings_is_repeated_or_refused(chain: Chain, folder):
 
 
 def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder):
-    train(
-        chain, "finetune"
-    )  # a pre-training that is repeated may end with other weights
+    # A pre-training that is repeated may end with other weights.
+    train(chain, "finetune")
     with refused("starts from is missing or incomplete: shards, pretrain"):
         check_unchanged(chain_states(chain))
     manifest = folder / "shards/manifest.json"
@@ -349,9 +348,8 @@ def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder
     manifest.write_text(json.dumps(content | {"config": config}))
     assert texts(chain, "shards") == {"done"}
     for place, state in (("images", "done"), ("elsewhere", "changed"), ("", "done")):
-        made_from = (
-            str(folder / place) if place else ""
-        )  # an earlier version did not note it
+        # An earlier version did not note it.
+        made_from = str(folder / place) if place else ""
         manifest.write_text(
             json.dumps(content | {"config": config, "source_path": made_from})
         )

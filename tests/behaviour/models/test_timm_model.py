@@ -92,9 +92,8 @@ def test_the_seed_gives_the_weights(name):
 def test_rates_and_decay_by_layer_are_those_of_timm(name):
     model = built(name)
     arch = TimmSettings(model=name, image_size=SIZE).resolved(num_classes=5)
-    kept = (
-        model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-    )  # a function
+    # A function of some models, absent from others.
+    kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     theirs = param_groups_layer_decay(
         model, weight_decay=0.05, no_weight_decay_list=kept, layer_decay=0.7
     )

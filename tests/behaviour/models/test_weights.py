@@ -437,9 +437,8 @@ def test_what_is_no_model_is_one_error(tmp_path, weights):
     assert "set init to the file model.safetensors" in str(caught.value)
     assert "config.json" in str(caught.value)
     assert "checkpoints/" in str(caught.value)
-    (tmp_path / "run.npz/checkpoints").mkdir(
-        parents=True
-    )  # a folder, whatever its name
+    # A folder, whatever its name.
+    (tmp_path / "run.npz/checkpoints").mkdir(parents=True)
     with refused("run.npz: "):
         open_model(str(tmp_path / "run.npz"))
     (tmp_path / "model.ckpt").write_text("")

@@ -123,9 +123,8 @@ def test_a_resumed_run_is_one_run_with_each_step_once(open_tracker: Open, store:
     assert select(store, "key, step from metrics order by key, step") == expected
     # Finished for good: a new start is another run.
     said.clear()
-    open_tracker(resume_step=-1, say=said.append).close(
-        status="FINISHED"
-    )  # as an evaluation does
+    # As an evaluation does.
+    open_tracker(resume_step=-1, say=said.append).close(status="FINISHED")
     assert select(store, "count(*) from runs") == [2]
     assert len(said) == 1
 
@@ -145,9 +144,8 @@ def test_a_start_at_step_0_continues_an_unfinished_run_of_the_same_settings_and_
 def test_what_a_run_shows_is_without_secrets(
     open_tracker: Open, store: Store, mlflow_database, monkeypatch
 ):
-    monkeypatch.setenv(
-        "SLURM_JOB_ID", "4711"
-    )  # several nodes cannot share an SQLite file
+    # Several nodes cannot share an SQLite file.
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
     patch = "# untracked: vitscale/new.py\n+  api_key: abc\n+uri: http://me:pw@host/x\n"
     version = SourceVersion(commit="c" * 40, patch=patch)
     set_version(monkeypatch, version)

@@ -247,9 +247,8 @@ def test_bad_input_is_one_error(hub: Hub, scripts: Scripts, tmp_path, monkeypatc
             )
         assert f"push={name}: {what}\n  next: " in printed
         assert "Traceback" not in printed
-        assert (tmp_path / f"out{token}").exists() == (
-            token == "wrong"
-        )  # else before any work
+        # Else before any work.
+        assert (tmp_path / f"out{token}").exists() == (token == "wrong")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(StorageError, match="127.0.0.1:9 cannot be used"):
         open_model("hf://own/another")

@@ -76,9 +76,8 @@ class Script:
             os.dup2(fd, target)
         os.environ.clear()
         os.environ.update(self.environment)
-        importlib.reload(
-            sys.modules["huggingface_hub.constants"]
-        )  # it reads the environment once
+        # It reads the environment once.
+        importlib.reload(sys.modules["huggingface_hub.constants"])
         os.chdir(self.folder)
         sys.argv = [self.path, *self.arguments]
         sys.path[0] = str(Path(self.path).parent)
