@@ -116,6 +116,8 @@ def test_urls_with_commands_or_secrets_are_refused_and_not_repeated(
         with refused(r"^data\.path: is not a plain URL") as caught:
             read_manifest(text)
         assert SECRET not in str(caught.value)
+
+    # Paths of this machine are no URLs, whatever they contain.
     for name in (
         "a::pipe:touch canary",
         "$(touch canary)",
@@ -166,6 +168,7 @@ def content_of(url: str, name: str = "a.bin") -> bytes:
 @every(fault="error, drop, short, no_ranges, slow")
 def test_a_transient_fault_is_retried(folder, server: RangeServer, fault, monkeypatch):
     monkeypatch.setattr(remote, "CHUNK_BYTES", 4000)
+    # Two requests of three fail, so each piece is asked for again.
     server.fault = lambda path, number: fault if number % 3 else None
     assert content_of(server.url) == (folder / "a.bin").read_bytes()
     assert server.encodings == {"identity"}
@@ -266,6 +269,7 @@ def content(number: int) -> bytes:
 def log(tmp_path, monkeypatch) -> Path:
     """Numbers of the files that are asked for; number 99 has wrong bytes."""
     path = tmp_path / "log"
+    # A file, because other processes ask, too.
     path.touch()
 
     def answered(url: Url, num_bytes: int) -> list[bytes]:
@@ -324,6 +328,8 @@ def test_the_least_recently_used_file_is_evicted_first(cache: Cache):
 def test_a_prefetch_evicts_nothing_in_use(cache: Cache):
     for number in range(3):
         cache.use(number, seconds_ago=0)
+
+    # Only this one has not been used for long.
     cache.use(0, seconds_ago=remote.IDLE_S + 1)
     prefetch([cache.file(number) for number in (1, 3, 4)])
     wait_until(lambda: not remote._prefetching.is_alive())

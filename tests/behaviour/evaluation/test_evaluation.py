@@ -131,9 +131,12 @@ def test_features_are_computed_once_whoever_asks():
     right = every.values_ND[:, :3].argmax(dim=1) == every.labels_N
     counted = every.num_correct(lambda v: v[:, None, :3], device=WORLD.device, size=7)
     assert counted.tolist() == [right.sum()]
+
+    # A second evaluation gets what the first one computed.
     again = subject.features("train", samples=np.array([0, 29]))
     assert sorted(again.samples) == [0, 29]
     assert [len(each) for each in subject.extracted] == [3, 27]
+
     subject.kept.clear()
     subject.features("train")
     assert len(subject.extracted[-1]) == 30
@@ -212,6 +215,8 @@ def test_each_evaluation_runs_at_its_own_interval_and_last(monkeypatch):
     subject = replace(outputs, model=engine)
     chosen = [SettingsBase(name="a", every_steps=4), SettingsBase(name="b")]
     evaluations = scheduled(chosen, subject, has_average=True)
+
+    # One has an interval of four steps, the other runs at the end alone.
     due = [step for step in range(1, 10) if evaluations.due(step, is_last=step == 9)]
     assert due == [4, 8, 9]
     found = [evaluations.run(4, is_last=False), evaluations.run(9, is_last=True)]
@@ -237,6 +242,7 @@ def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers():
     chosen = [ClassificationSettings(every_steps=4)]
     evaluations = scheduled(chosen, subject, has_average=False)
     said = []
+    # All that the session needs to evaluate at a step.
     fake = SimpleNamespace(
         watchdog=SimpleNamespace(mark=lambda _: None),
         val_index=subject.val,
@@ -337,6 +343,8 @@ def test_each_head_of_a_distilled_model_is_counted():
     names = {"classes": "abc", "model_classes": "cab"}
     given = given_outputs(torch.zeros(4, 3), [0, 1, 2, 0], **names)
     evaluation.start(replace(given, model=model))
+
+    # The model has its classes in another order.
     heads_2BC = heads_2BC[:, :, [2, 0, 1]]
     labels_B = torch.tensor([0, 1, 2, 0])
     weights_B = torch.tensor([1.0, 1, 1, 0])  # one is padding
@@ -383,6 +391,7 @@ def test_calibration_equals_a_case_by_hand(tmp_path):
         even = given_outputs(torch.zeros(1, num), [0], folder=tmp_path / "files")
         classified(even)
         assert [float(row["low"]) for row in bins()] == [pytest.approx(low, abs=1e-6)]
+
     certain = given_outputs(torch.tensor([[200.0, 0.0], [200.0, 0.0]]), [0, 1])
     found = classified(certain)  # in the last bin
     assert (found["ece"], found["loss"]) == pytest.approx((0.5, 100.0))

@@ -63,6 +63,7 @@ def run(image: torch.Tensor, settings: AugmentSettings, key: int) -> torch.Tenso
 )
 @settings(max_examples=25, deadline=None)
 def test_any_image_stays_an_image(name, height, width, low, key):
+    # Bright images too, on which an overflow would show.
     levels = np.random.default_rng(key).integers(
         low, 256, (3, height, width), dtype=np.uint8
     )
@@ -97,6 +98,8 @@ def test_erasing_fills_one_box(mode):
     assert len(shares) == pytest.approx(500, rel=0.2)
     assert min(shares) > 0.015
     assert 0.3 < max(shares) < 0.36
+
+    # Boxes are filled with the mean, with one draw for all pixels, or with a draw for each.
     pixels = torch.cat([box.flatten(1) for box in values], dim=1).double()
     for channel in range(3):
         assert pixels[channel].mean() == pytest.approx(255 * MEAN[channel], abs=5.0)

@@ -72,6 +72,8 @@ def test_forward_and_count_equal_independent_references(options):
     logits = model(PIXELS.double())
     expected = vit_logits(weights, PIXELS.double(), **facts)
     assert torch.allclose(logits, expected, atol=1e-10)
+
+    # The patch embedding as a product is the convolution.
     embedding = model.patch_embed.proj
     images = PIXELS.double()[:, :, :12]
     assert torch.allclose(embedding.product(images), embedding(images), atol=1e-12)
@@ -81,6 +83,8 @@ def test_forward_and_count_equal_independent_references(options):
         assert not torch.allclose(logits, other, atol=1e-7)
     assert sum(p.numel() for p in model.parameters()) == num_parameters(arch)
     assert model.patch_embed.num_patches + model.num_prefix_tokens == arch.num_tokens
+
+    # Norms, biases and tokens are not decayed.
     kept = [name for name, p in model.named_parameters() if decayed(name, p)]
     assert {"patch_embed.proj.weight"} < set(kept)
     assert all(n.endswith("weight") for n in kept)
@@ -112,6 +116,7 @@ def test_mlps_have_the_width_that_is_asked_for(width, mlp_width):
 - [{head_std: 0.1}]
 """)
 def test_options_do_not_change_the_other_weights_of_a_seed(options):
+    # Both have it: it changes the shape of the position embedding.
     alike = {key: options[key] for key in options if key == "class_position"}
     plain = small(**alike).state_dict()
     changed = small(**options).state_dict()
@@ -138,6 +143,8 @@ def test_flax_initialisation():
     assert model.head[0].weight.abs().max().item() == pytest.approx(
         2 * std / 0.8796, rel=0.01
     )
+
+    # Registers start near zero, and not alike: equal ones would stay equal.
     registers = model.reg_token[0]
     assert 0 < registers.abs().max() < 1e-5
     assert not torch.equal(registers[0], registers[1])
@@ -161,6 +168,8 @@ def test_deit_initialisation():
     for name in (*normal, "blocks.0.mlp.fc1.weight", "head.weight", "head_dist.weight"):
         assert weights[name].std().item() == pytest.approx(0.02, rel=0.2), name
     assert not torch.equal(weights["head.weight"], weights["head_dist.weight"])
+
+    # The fan-in of a patch of 4 x 4 pixels and 3 channels.
     bound = 1 / math.sqrt(48)
     patches = weights["patch_embed.proj.weight"]
     assert 0.98 * bound < patches.abs().max().item() <= bound

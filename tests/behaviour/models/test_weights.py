@@ -105,6 +105,8 @@ def test_hugging_face_trunks_give_their_features(tmp_path, kind):
         expected = tokens.mean(dim=1)
     for name in ("whole", "sharded"):
         check(open_model(str(tmp_path / name)), expected, "features")
+
+    # An index may name files of its own folder only.
     index = tmp_path / "sharded/model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../whole/model.safetensors"}}))
     with refused("cannot be read|damaged"):
@@ -126,6 +128,7 @@ def test_hugging_face_trunks_give_their_features(tmp_path, kind):
 """)
 def test_timms_folders_give_its_logits(tmp_path, name, more):
     theirs = shaken(timm.create_model(name, **TIMM, **more))
+    # Not the default, which would be right without being read.
     theirs.pretrained_cfg["crop_pct"] = 0.93
     synsets = ["cat", *(f"n0144076{label}" for label in range(1, 5))]
     config = {"label_names": synsets}
@@ -184,6 +187,8 @@ def test_a_bare_file_needs_only_its_heads(tmp_path, name):
     with torch.no_grad():
         check(ours, theirs(IMAGES))
     assert "assumed gelu=erf, layer_norm_eps=1e-06, mean=(0.485" in ours.source
+
+    # What is given is not assumed, and is not said to be.
     larger = open_model(
         path,
         model=ViTSettings(num_heads=4, gelu="tanh"),
