@@ -67,11 +67,7 @@ PRECISIONS = [
 
 @pytest.mark.parametrize("dtype, stage, world_size, section, sent_as", PRECISIONS)
 def test_micro_batches_are_summed_in_fp32_and_few_ranks_in_half_precision(
-    dtype,
-    stage,
-    world_size,
-    section,
-    sent_as,
+    dtype, stage, world_size, section, sent_as
 ):
     found = config(dtype, stage=stage, world_size=world_size)
     assert {"torch_autocast", "bf16", "fp16"} & found.keys() == {section} - {None}

@@ -124,12 +124,7 @@ REPORTS = {"storage": STORAGE, "other": ERROR, "lost": LOST, "gone": GONE}
 - [[], [], other, null, srun was ended by SIGKILL]
 """)
 def test_the_cause_is_what_the_best_report_says(
-    tmp_path,
-    errors,
-    reports,
-    kind,
-    node,
-    reason,
+    tmp_path, errors, reports, kind, node, reason
 ):
     record_failure(tmp_path, replace(ERROR, attempt="17/0"))  # of another attempt
     lines = ["srun: got SIGCONT", *(f"srun: error: {error}" for error in errors)]

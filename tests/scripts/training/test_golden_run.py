@@ -111,13 +111,7 @@ def test_it_is_read(stored):
     ],
 )
 def test_it_resumes_with_the_golden_losses(
-    stored,
-    golden: Golden,
-    warm_starter: WarmStarter,
-    tmp_path,
-    step,
-    layout,
-    num_ranks,
+    stored, golden: Golden, warm_starter: WarmStarter, tmp_path, step, layout, num_ranks
 ):
     shutil.copytree(stored, tmp_path / "run")
     if step == 10:
