@@ -139,6 +139,7 @@ def fault_runs(
 def killed(fault_runs: FaultRuns) -> Path:
     """A training killed in step 17, with checkpoints of steps 10 and 15. Tests copy it."""
     place = fault_runs.folder / "killed"
+
     # Rank 1 waits 2 s before it dies, so that the save of step 15 is committed.
     ranks = fault_runs.start(
         place, faults={1: [fault("backward", micro_step(17), "lag and kill")]}

@@ -104,6 +104,7 @@ def test_a_copied_configuration_has_its_bases(capsys):
     assert read_values(copies[0]) == read_values(
         CONFIGS / "finetune/deit3_i1k_b16.yaml"
     )
+
     # The copy comes first: an edit counts.
     Path(copies[0]).write_text("stage: evaluate\n")
     assert read_values("deit3_i1k_b16") == {"stage": "evaluate"}

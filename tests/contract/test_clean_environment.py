@@ -67,6 +67,7 @@ def test_a_test_inherits_nothing_of_the_shell_that_starts_it():
     assert own["VITSCALE_SITE"] == ""
     assert own["LC_ALL"] == "C.UTF-8"
     assert own["PATH"] == os.environ["PATH"]
+
     # Python itself ignores two, which are about its own output. The C library keeps 32 and 33 for
     # itself: no program can set them, and some container runtimes hand down 32 as ignored.
     changeable = signal.valid_signals()

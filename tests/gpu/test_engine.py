@@ -80,6 +80,7 @@ def reference_cases() -> Iterator[Any]:
             chosen.append((replace(alone, precision="fp32"), True))
         for variant, compiled in chosen:
             name = name_of(task_name, variant) + ", compiled" * compiled
+
             # A GPU draws other random numbers.
             if name not in seen and task_name != "drop path":
                 seen.add(name)

@@ -37,6 +37,7 @@ def clean_environment() -> None:
         if name.upper() not in KEPT and not name.startswith(KEPT_PREFIXES):
             del os.environ[name]
     os.environ.update(SET)
+
     # Servers of tests are on this machine.
     local = [os.environ.get("NO_PROXY", ""), "127.0.0.1", "localhost"]
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, local))

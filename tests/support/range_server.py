@@ -130,6 +130,7 @@ class _Handler(Answering):
     def do_GET(self) -> None:
         asked_for = urlsplit(self.path)
         path = unquote(asked_for.path).lstrip("/")
+
         # Google's paths: storage/v1/b/BUCKET/o/NAME, and download/... for the content.
         google = re.fullmatch(r"(download/)?storage/v1/b/([^/]+)/o/?(.*)", path)
         if google:

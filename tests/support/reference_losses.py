@@ -113,6 +113,7 @@ def masked_patches(
         inputs = corruption_of(sample.positions)
         logits_BKC = run(pixels, output="objective", **inputs).float()
         patch = sample.images.shape[-1] // math.isqrt(inputs["sources_BN"].shape[1])
+
         # [B, 3, L].
         means = F.avg_pool2d(sample.images.double() / 255, patch).flatten(2)
         level_B3L = (means * 8 + 1e-9).floor().clamp(max=7).long()

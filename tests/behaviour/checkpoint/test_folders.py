@@ -88,6 +88,7 @@ def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage):
     assert "step-00000002" in caught.value.what
     assert "start over" in str(caught.value.next_step)
     assert content(checkpoints) == before
+
     # The run resumes from step 1 and commits step 2 again, over the damaged folder.
     (tmp_path / "away").rename(checkpoints / "step-00000001")
     save(tmp_path, 2)

@@ -63,6 +63,7 @@ def test_a_difference_counts_for_its_purposes(key):
     for purpose in PURPOSES:
         changed = changed_settings(BEFORE, now, purpose=purpose)
         assert bool(changed) == (purpose in purposes.split()), purpose
+
         # Flat settings, as MLflow has them, count alike; a missing key differs from any value.
         assert (
             changed_settings(flatten(BEFORE), flatten(now), purpose=purpose) == changed
@@ -93,6 +94,7 @@ def test_every_key_without_effect_exists():
         for run_type in (PretrainRun, EvaluateRun, DataPrepRun)
         for key in (setting.key for setting in settings_of(run_type).values())
     }
+
     # Of the results of an evaluation, which are no configuration.
     assert WITHOUT_EFFECT.keys() - {"results"} <= keys
 

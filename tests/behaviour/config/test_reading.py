@@ -161,6 +161,7 @@ def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(here, data):
     (here / "b.yaml").write_bytes(data)
     missing = [text.splitlines()[0].split(": ")[1] for text in errors_of("b.yaml")]
     assert missing == "name data model optim schedule".split()
+
     # As Windows writes files.
     (here / "b.yaml").write_bytes(
         b"\xef\xbb\xbf" + VALID.replace("\n", "\r\n").encode()
@@ -185,6 +186,7 @@ def test_command_line_beats_file_beats_base_beats_default(here):
     assert run.optim.lr == 2e-3
     assert run.data.global_batch == 64
     assert run.seed == 0
+
     # Lists are replaced, groups merged.
     assert run.launch.setup == ("c",)
     assert run.launch.sbatch == {"x": 1, "y": 2, "z": 3}
@@ -212,6 +214,7 @@ def test_the_site_file_is_above_defaults_and_below_files(here, monkeypatch):
     assert launch.setup == ("a",)
     assert places["launch", "setup"] == ".config/vitscale/site.yaml:3"
     assert launch.sbatch == {"x": 1, "y": 2}
+
     # A resolved file ignores it.
     assert load_run_file(PretrainRun, "a.yaml").launch.sbatch == {}
     monkeypatch.setenv("VITSCALE_SITE", "")
@@ -235,6 +238,7 @@ def test_mistakes_in_the_site_file_are_reported_with_their_place(here, monkeypat
         "site.yaml:5: traking: traking as a group of keys cannot be set in a site file",
         "site.yaml:6: tracking: tracking as text cannot be set in a site file",
     ]
+
     # A run without these groups ignores them.
     site.write_text("launch: {partitoin: gpu}\n")
     assert load_run(VisualizeRun, None, overrides=["init=runs/a"]).run.init == "runs/a"

@@ -128,6 +128,7 @@ def test_keys_of_any_samples_are_those_of_the_table(many_groups, split, seed):
     assert "2 lines of data.only_keys name no sample" in chosen.note
     assert "'unknown'" in chosen.note
     assert choose_by_key(index, listed(many_groups / "keys", names)).note == ""
+
     # That other settings leave out a sample does not matter.
     some = index.subset(subset[1:], name="some")
     assert choose_by_key(some, listed(many_groups / "keys", names)).note == ""
@@ -137,6 +138,7 @@ def damage_keys(path: Path, row_group: int) -> None:
     """Overwrite the keys of a row group on the disk."""
     column = pq.ParquetFile(path).metadata.row_group(row_group).column(0)
     assert column.path_in_schema == "key"
+
     # A dictionary, where there is one, comes before the values.
     start = column.dictionary_page_offset or column.data_page_offset
     with open(path, "r+b") as file:
@@ -284,6 +286,7 @@ def test_keys_are_searched_anew_where_storage_fails_in_the_middle(
     names = [row["key"] for row in rows if row["split"] == "train"][1::6]
     split = read_split(many_groups, split="train")
     monkeypatch.setattr(atomic_files, "READ_PAUSES_S", (0.0,))
+
     # One group per read, so that a failure comes in the middle.
     monkeypatch.setattr(index_module, "GROUPS_AT_ONCE", 1)
     monkeypatch.setattr(pq.ParquetFile, "read_row_groups", failing)
@@ -433,6 +436,7 @@ def test_the_cache_must_hold_the_largest_tars_of_each_set():
     sizes = range(20 << 20, 40 << 20, 1 << 20)
     tars = [RemoteFile(Url("http://x/y"), size, "", Path(), 0) for size in sizes]
     parts = [SimpleNamespace(shards=tars)] * 2
+
     # The sixteen largest of 20 to 39 MiB, of each of two sets.
     gib = 2 * sum(range(24, 40)) / 1024
     _check_cache(parts, RemoteSettings(cache_gib=gib))

@@ -57,6 +57,7 @@ def test_the_substitute_is_the_same_on_every_layout(shards):
     undamaged = list(batches(shards, workers=0))
     damage(shards, [5, 17])
     found = list(batches(shards, workers=0))
+
     # Two epochs, hence twice each.
     lost = [each for batch in found for each in batch.unreadable]
     assert sorted((each.part, each.sample) for each in lost) == [

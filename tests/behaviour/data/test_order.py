@@ -82,6 +82,7 @@ def test_each_order_remembers_its_own_blocks(monkeypatch):
     for offset in range(40):
         for each in orders:
             each.at(offset)
+
     # Of shards, and of the first block's samples.
     assert len(computed) == 2 * len(orders)
     for position in range(0, 10_000, 40):
@@ -92,6 +93,7 @@ def test_each_order_remembers_its_own_blocks(monkeypatch):
 def test_the_shards_of_this_block_and_the_next_are_wanted_ahead():
     sample_order = order([1] * (3 * BLOCK_SHARDS + 4))
     num = sample_order.num_samples
+
     # A sample is a shard here.
     this_epoch = [sample_order.at(offset)[1] for offset in range(num)]
     next_epoch = [sample_order.at(num + offset)[1] for offset in range(num)]
@@ -144,6 +146,7 @@ def test_each_set_keeps_its_own_order_and_share(shares, nums):
         assert len(set(own)) == len(own)
         assert abs(len(own) - share * len(draws) / 1_000_000) < 2
         assert own == [order.parts[number].at(i) for i in range(len(own))]
+
         # Mixed, not one after the other: every stretch holds about its share.
         for start in range(0, len(draws) - 1000, 1000):
             found = sum(d.part == number for d in draws[start : start + 1000])
@@ -162,10 +165,12 @@ def test_every_sample_comes_once_in_each_view(views):
         order_of_views.at(position) for position in range(views * num, 2 * views * num)
     ]
     assert len({augmentation_key(0, draw) for draw in draws + more}) == 2 * views * num
+
     # A sample's views fall into one stretch: a global batch that is a multiple holds them together.
     for start in range(0, views * num, views * VIEW_BLOCK):
         stretch = [d.sample for d in draws[start : start + views * VIEW_BLOCK]]
         assert len(set(stretch)) == VIEW_BLOCK
+
     # ... and neighbours are different samples, which mixing relies on.
     assert all(
         a.sample != b.sample for a, b in zip(draws[::2], draws[1::2], strict=True)

@@ -168,6 +168,7 @@ def content_of(url: str, name: str = "a.bin") -> bytes:
 @every(fault="error, drop, short, no_ranges, slow")
 def test_a_transient_fault_is_retried(folder, server: RangeServer, fault, monkeypatch):
     monkeypatch.setattr(remote, "CHUNK_BYTES", 4000)
+
     # Two requests of three fail, so each piece is asked for again.
     server.fault = lambda path, number: fault if number % 3 else None
     assert content_of(server.url) == (folder / "a.bin").read_bytes()
@@ -269,6 +270,7 @@ def content(number: int) -> bytes:
 def log(tmp_path, monkeypatch) -> Path:
     """Numbers of the files that are asked for; number 99 has wrong bytes."""
     path = tmp_path / "log"
+
     # A file, because other processes ask, too.
     path.touch()
 
@@ -452,6 +454,7 @@ def test_each_shard_is_prefetched_once_within_the_cache_size(
 ):
     # In this process: workers end in the middle of a fetch, which another then begins again.
     assert run.batches(ranks=1, workers=0, start=0, stop=1) == undisturbed[:1]
+
     # Two blocks of 16 fit; the second is fetched while the first is read.
     index = read_split(
         server.url, split="train", remote_settings=run.settings(0).remote
@@ -467,6 +470,7 @@ def test_each_shard_is_prefetched_once_within_the_cache_size(
     tars = sum(num for name, num in sent.items() if name.endswith(".tar"))
     assert tars == sum(file.num_bytes for file in files)
     assert run.batches(ranks=3, workers=1, start=0, stop=STEPS) == undisturbed
+
     # All from the cache but the manifest.
     assert {name for name, num in server.sent.items() if num != sent[name]} == {
         MANIFEST_NAME

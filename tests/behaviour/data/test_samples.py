@@ -256,6 +256,7 @@ def test_evaluation_averages_areas_where_its_settings_say(shards, fraction):
     resized = (SIZE, SIZE)
     if fraction is not None:
         more = {"eval_resize": "center_crop", "eval_crop_fraction": fraction}
+
         # The short side becomes 16 / 0.8 = 20 pixels.
         resized = tuple(
             round(side * 20 / min(height, width)) for side in (height, width)

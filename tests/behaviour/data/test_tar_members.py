@@ -70,6 +70,7 @@ JOINED = {
 @pytest.mark.parametrize("content", JOINED.values(), ids=JOINED)
 def test_tars_that_were_joined_are_read_to_the_end(content, tmp_path):
     assert members_of(content) == (names_by_tarfile(content), "")
+
     # As one file of a source, as the tar of a class in a larger tar, and as a stream.
     expected = [name for name in names_by_tarfile(content) if name.endswith(".jpg")]
     write_tars(tmp_path / "all", {"all.tar": {"cat.tar": content, "dog.tar": A}})

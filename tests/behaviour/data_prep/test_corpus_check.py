@@ -163,6 +163,7 @@ def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path):
 def test_names_that_look_alike_are_refused_within_train(tmp_path):
     both = {CAFE: 1, DECOMPOSED: 1, "tea": 1}
     assert "look like" in refusal(tmp_path, write_folder(tmp_path / "in", both))
+
     # Letters of both cases are classes of their own.
     prepare_here(
         run_of(write_folder(tmp_path / "letters", {"A": 1, "a": 1}), tmp_path / "s")
@@ -212,6 +213,7 @@ def write_labels(kind: str, root: Path, labels: list[str]) -> tuple[Path, Values
 )
 def test_a_label_that_is_no_plain_number_among_numbers_is_refused(kind, odd, tmp_path):
     labels = [str(number % 12) for number in range(24)]
+
     # One of 24 is enough: it would be sorted among the numbers, as text.
     labels[13] = odd
     source, settings = write_labels(kind, tmp_path / "in", labels)
@@ -253,6 +255,7 @@ def test_folders_named_by_numbers_are_sorted_as_text_and_it_is_said(tmp_path):
     prepare_here(run_of(source, tmp_path / "s"))
     (note,) = read_manifest(tmp_path / "s").notes
     assert "'10' has label 2, and '2' 3" in note
+
     # 0 to 9 and a name are in the order of the numbers.
     named = write_folder(tmp_path / "b", dict.fromkeys([*"0123456789", "none"], 1))
     prepare_here(run_of(named, tmp_path / "s2"))
@@ -284,6 +287,7 @@ def test_a_file_is_one_image_by_whatever_path(tmp_path):
     (root / "link.png").symlink_to("3.png")
     os.link(root / "4.png", root / "hard.png")
     (root / "away").symlink_to(".")
+
     # 0 twice; 1 in two classes: neither is right; 2 in two splits: val keeps it; 3 by a link; 4
     # has a hard link, which is another file; 5 in two classes by a folder that is a link.
     table = f"""\
@@ -383,6 +387,7 @@ def test_keys_that_tars_share_get_the_name_of_their_tar(indexed, tmp_path):
     paths = list_samples(indexed)["path"].to_pylist()
     assert paths == [f"{key.replace('/', '.tar/')}.png" for key in keys]
     assert {row["key"] for row in rows} == set(keys)
+
     # A list takes the samples that it names, by the bytes in the tars.
     (tmp_path / "keys.txt").write_text("2/003\n5/019\n")
     chosen = opened(indexed, only_keys=str(tmp_path / "keys.txt")).parts[0]
@@ -421,6 +426,7 @@ def test_a_list_refuses_an_index_whose_keys_repeat(indexed, tmp_path):
     short = pa.array([key.partition("/")[2] for key in table["key"].to_pylist()])
     pq.write_table(table.set_column(0, "key", short), tmp_path / "old/index.parquet")
     manifest = json.loads((indexed / "manifest.json").read_text())
+
     # All else of the folder fits, so that only the keys are wrong.
     manifest["index_bytes"] = (tmp_path / "old/index.parquet").stat().st_size
     manifest["shards_root"] = str(indexed.parent / "tars")

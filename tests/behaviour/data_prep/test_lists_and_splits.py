@@ -100,6 +100,7 @@ def test_folders_that_may_be_splits_are_refused_with_both_readings(names, tmp_pa
     assert "if they are splits" in advice
     assert "'source.splits={train: .}'" in advice
     assert folders[0] in caught.value.what
+
     # The advice works, in both readings.
     assert classes_of(inputs(tmp_path, splits={"train": "."})) == {*folders}
     splits = {f"s_{name}": name for name in {*folders} - flat}
@@ -173,6 +174,7 @@ def test_files_are_splits_one_split_or_refused(names, splits, place, tmp_path):
         path = tars if place == "folder" else "s3://bucket/tars"
         source = SourceSettings(kind="webdataset", path=str(path), **settings)
         work.run = work.run.model_copy(update={"source": source})
+
         # Only the listing of the bucket is made up.
         with mock.patch(
             "data_prep.steps.tars.names_below", lambda root: os.listdir(tars)
@@ -302,6 +304,7 @@ def test_a_line_is_for_one_image(text, tmp_path):
     touch(tmp_path / "in", "train/cat/1.jpg", "train/dog/1.jpg", *names)
     with refused("list:1: fits an image of another split"):
         listed_classes(tmp_path, text)
+
     # The folders tell them apart.
     expected = dict(zip(names, "cat dog dog cat".split(), strict=True))
     text = written([["x/" + name, expected[name]] for name in names])
@@ -403,6 +406,7 @@ def test_what_needs_no_text_may_be_any_bytes(tmp_path):
     )
     found = inputs(tmp_path / "t.csv", kind="path_table")
     assert [row.reason for row in found] == [None] * 2
+
     # Excel separates by semicolons where a comma is the decimal point.
     (tmp_path / "s.csv").write_text(
         "image;label;share\n0.jpg;great, white;0,5\n1.jpg;b;1\n"

@@ -87,6 +87,7 @@ def test_anything_may_follow_a_picture(kind, tail, check):
     data = JPEGS[kind] + TAILS[tail]
     found = check_image(data, settings=ImageSettings(check=check))
     assert found.reason is None
+
     # Pillow decodes the same pixels with and without the tail.
     assert np.array_equal(decoded(data, "RGB"), decoded(JPEGS[kind], "RGB"))
     if kind != "CMYK":
@@ -100,6 +101,7 @@ def test_a_cut_picture_is_not_whole_whatever_follows(kind, tail):
     data = JPEGS[kind]
     for end in (data.rindex(b"\xff\xda") + 20, len(data) - 30, len(data) - 2):
         found = check_image(data[:end] + tail, settings=ImageSettings(check="header"))
+
         # Noise behind a cut may go on as pixels do, up to an end marker of its own.
         assert found.reason == "bad_pixels" or tail in (MOVIE, OTHER), end
 
@@ -166,6 +168,7 @@ def test_grey_of_few_bits_is_compared_as_stored(depth):
     values = np.arange(width) % (1 << depth)
     key = (1 << depth) - 2
     bits = "".join(f"{value:0{depth}b}" for value in values)
+
     # Of 1 bit Pillow keeps only whether the key is 0.
     above = 0 if depth == 1 else 0x100
     trns = chunk(b"tRNS", struct.pack(">H", key | above))

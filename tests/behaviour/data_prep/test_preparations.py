@@ -97,6 +97,7 @@ def test_nothing_is_held_out_of_a_table_with_splits(tmp_path):
     (tmp_path / "table.csv").write_text("\n".join(table))
     source = {"kind": "path_table", "holdout_fraction": 0.5}
     run = run_of(tmp_path / "table.csv", tmp_path / "s", source=source)
+
     # Of about 27,000 bytes that both splits need together.
     full = mock.patch("shutil.disk_usage", return_value=mock.Mock(free=22_000))
     with full, pytest.raises(StorageError, match="are free"):
@@ -239,6 +240,7 @@ def test_a_shard_is_written_without_holding_its_images(tmp_path):
     run = run_of(tmp_path / "images", tmp_path / "shards")
     work = prepare_here(run, until="write shards")
     (unit,) = tars.shard_units(work)
+
     # 16 images of 1 MiB: a writer that holds them all is above the limit.
     tracemalloc.start()
     tars.write_shard(work, unit)
@@ -303,6 +305,7 @@ def test_an_unmounted_source_keeps_the_work_and_resumes(
     run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
 
     p = prepare_here(run, until="write shards")
+
     # A mount leaves the times of its folder as they were.
     times = (tmp_path / "images").stat()
     (tmp_path / mount).rename(tmp_path / "aside")
@@ -316,6 +319,7 @@ def test_an_unmounted_source_keeps_the_work_and_resumes(
     if leaves_a_folder:
         (tmp_path / mount).rmdir()
     (tmp_path / "aside").rename(tmp_path / mount)
+
     # As after a mount.
     os.utime(tmp_path / "images", ns=(times.st_atime_ns, times.st_mtime_ns))
     assert (p.path / "rows.arrow").exists()
@@ -358,6 +362,7 @@ def test_order_and_keys_do_not_depend_on_the_order_of_listing(names, batch):
     assert ordered(shuffled, batch=batch) == whole
     assert sorted(path for path, _ in whole) == sorted(map(os.fsencode, names))
     keys = [key for _, key in whole]
+
     # File systems without cases must tell them apart, too.
     assert len({key.lower() for key in keys}) == len(keys)
     assert all(re.fullmatch(r"[A-Za-z0-9_-]{1,70}", key) for key in keys)
@@ -385,6 +390,7 @@ def test_plain_names_stay_readable_and_others_get_a_hash():
     assert plain == "n01440764-n01440764_10026"
     assert re.fullmatch(r"cat-a_b-[0-9a-f]{16}", make_key("cat", "a b", path="p"))
     assert make_key("cat", "a b", path="p") != make_key("cat", "a b", path="q")
+
     # A name that looks hashed gets a hash of its own, so collisions cannot be forged.
     forged = make_key("cat", "a b", path="p").removeprefix("cat-")
     assert make_key("cat", forged, path="q") != make_key("cat", "a b", path="p")

@@ -76,6 +76,7 @@ def test_a_cut_at_every_offset_is_found(shards):
             file.truncate(size)
             found = check()
             assert "content differs from the manifest (BLAKE3)" in found
+
             # Without the manifest's hash, the index alone would have found it too.
             assert len(found) > 1
 
@@ -87,6 +88,7 @@ def test_a_changed_byte_at_every_offset_is_found(shards):
         for offset in range(0, len(whole)):
             file.seek(offset)
             file.write(bytes([whole[offset] ^ 1 << offset % 8]))
+
             # By the hash, and by the index alone.
             assert len(check()) >= 2, offset
             file.seek(offset)

@@ -94,6 +94,7 @@ def test_claims_of_silent_processes_are_taken_over(
     for name, is_dead in names.items():
         claim = work.path / "claims" / name
         claim.symlink_to(name)
+
         # The first attempt removes the claim.
         assert not work.take(claim) and work.take(claim) == is_dead, name
     work.clean()
@@ -177,6 +178,7 @@ def test_an_error_is_raised_here_and_ends_the_workers():
         with Workers(int, num=2, imports=()) as workers:
             list(workers.results(["1", "x", "2"]))
     assert "in a worker process" in caught.value.__notes__[0]
+
     # The server and its tracker.
     assert len(descendants(os.getpid())) <= len(before) + 2
 

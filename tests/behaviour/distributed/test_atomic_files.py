@@ -233,6 +233,7 @@ def test_what_another_process_made_outlives_it():
     wait_until(lambda: not is_alive(maker.pid))
     for array in (column, pickle.loads(pickle.dumps(column))):
         assert array.tolist() == [0, 1, 2, 3, 4]
+
     # As in a container, where the maker does not exist, or is another process.
     other = node_name(), True, None, (column.path, (1, 1))
     found = once_per_node(

@@ -94,6 +94,7 @@ def test_one_fp32_rank_copies_nothing_for_unsharded_stages():
         return [each["zero_optimization"]["stage"] for each in found]
 
     assert stages(FP32, 1) == [0, 0, 0, 3]
+
     # bf16 weights with fp32 originals compute differently from autocast at stage 0.
     assert stages(FP32, 2) == stages(BF16, 1) == [0, 1, 2, 3]
     options = {"world_size": 1, "precision": "fp32", "micro_batch": 1}

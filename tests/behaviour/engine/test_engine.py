@@ -130,6 +130,7 @@ def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World
     ]
     assert 0 < off[0] < 0.03
     assert off[0] < off[1] < 0.06
+
     # At ZeRO 3 a product is rounded once more, before its bias is added.
     assert off[2] == pytest.approx(off[1], rel=0.15)
 
@@ -199,6 +200,7 @@ def test_an_update_asks_little_more_of_the_host_than_a_plain_loop(
     ]
     assert all(each < 1.1 * plain for plain, each in zip(*counts, strict=True)), counts
     assert by_layers < 1.08 * own, counts
+
     # Not fused: whether to update is chosen for each tensor.
     for optim in ({"momentum_dtype": "bf16"}, {"name": "lamb"}):
         if stage == 0 or "name" not in optim:

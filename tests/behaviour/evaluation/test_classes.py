@@ -35,6 +35,7 @@ def test_imagenets_classes_meet_however_they_are_written(model, data):
     """Words alone do not tell: two classes are called `crane`, labels 134 and 517."""
     found = column_of_each_class(model, data, num_outputs=1000)
     assert found.columns == tuple(range(1000))
+
     # timm's lists of ids say the same of the releases of 21,843 classes.
     other = known_space("imagenet_21k_goog")
     columns = column_of_each_class(None, data, num_outputs=len(other)).columns

@@ -220,6 +220,7 @@ def test_each_evaluation_runs_at_its_own_interval_and_last(monkeypatch):
     due = [step for step in range(1, 10) if evaluations.due(step, is_last=step == 9)]
     assert due == [4, 8, 9]
     found = [evaluations.run(4, is_last=False), evaluations.run(9, is_last=True)]
+
     # The weights have the value 1, their average has 2.
     first, last = yaml.safe_load("""
     - [{val/a_value: 1.0}, {val/ema_a_value: 2.0}]
@@ -242,6 +243,7 @@ def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers():
     chosen = [ClassificationSettings(every_steps=4)]
     evaluations = scheduled(chosen, subject, has_average=False)
     said = []
+
     # All that the session needs to evaluate at a step.
     fake = SimpleNamespace(
         watchdog=SimpleNamespace(mark=lambda _: None),
@@ -374,6 +376,7 @@ def test_calibration_equals_a_case_by_hand(tmp_path):
     )
     subject = given_outputs(logits, [0, 0, 0, 1], folder=tmp_path / "files")
     found = classified(subject)
+
     # Half of the images are 0.05 too unsure, the other half 0.15 too sure.
     loss = -(2 * math.log(0.95) + math.log(0.65) + math.log(0.35)) / 4
     assert (found["ece"], found["loss"]) == pytest.approx((0.1, loss), rel=1e-6)
@@ -386,6 +389,7 @@ def test_calibration_equals_a_case_by_hand(tmp_path):
         "0.600000 0.666667 2 0.650000 0.500000",
         "0.933333 1.000000 2 0.950000 1.000000",
     ]
+
     # A confidence on an edge, 1 / 3 or 1 / 5, is of the bin below it.
     for num, low in ((3, 4 / 15), (5, 2 / 15)):
         even = given_outputs(torch.zeros(1, num), [0], folder=tmp_path / "files")
@@ -493,6 +497,7 @@ def test_images_of_missing_classes_count_as_wrong():
     with refused("1 of 3 classes.*n04399382"):
         subset().check(subject)
     assert subset(allow_missing=True).metrics(subject) == {"subset_top1": 0.5}
+
     # Even where they are among the best five: the model has one of six classes.
     names = {"classes": "abcdef", "model_classes": ("z", "f")}
     subject = given_outputs(torch.eye(2)[[1] * 6], range(6), **names)
@@ -589,6 +594,7 @@ def test_every_k_equals_brute_force(num_bank):
             guess = brute_force(query, bank / 3, torch.tensor(labels), k=k)
             correct += guess == label
         assert found[name] == correct / 40
+
     # The comparison is sensitive: another k guesses otherwise.
     assert num_bank < 5 or len(set(found.values())) > 1
 
@@ -646,6 +652,7 @@ def test_draws_are_those_of_big_vision_and_nested():
     three = first_of_each(orders, 3)
     one = first_of_each(orders, 1)
     assert set(one) < set(three)
+
     # A class with fewer images gives all of them.
     assert np.bincount(LABELS[three]).tolist() == [3, 0, 3, 0, 2]
 
@@ -680,6 +687,7 @@ def test_accuracies_equal_a_direct_solve_of_every_draw():
         assert top1 == shares[0]
         assert top1.images == 60
     assert 0.3 < found["few_shot1_top1"] < found["few_shot3_top1"] < 1
+
     # Only what was drawn was extracted of the training set, and all of the other.
     assert len(subject.extracted[0]) < 25
     assert len(subject.extracted[1]) == 60
@@ -713,6 +721,7 @@ def test_the_best_head_separates_clusters():
     names = "linear_top1 linear_dev_top1 linear_lr linear_lr_at_end"
     ends = dict.fromkeys(names.split(), 1.0)
     assert found == ends
+
     # The best rate is no longer the largest one of those tried.
     inside = probe(learning_rates=(1e-6, 1.0, 1e-7, 1e6)).metrics(subject)
     assert inside == ends | {"linear_lr_at_end": 0.0}
@@ -726,6 +735,7 @@ def test_the_reported_split_does_not_choose():
     found = probe().metrics(array_subject(train, test))
     assert found["linear_top1"] == 0.0
     assert found["linear_dev_top1"] == found["linear_lr"] == 1.0
+
     # The part that chooses is not trained on.
     fit, dev = dev_split(50, 0.1, seed=0)
     assert len(dev) == 5

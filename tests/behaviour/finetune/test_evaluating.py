@@ -113,6 +113,7 @@ def test_classes_in_another_order_give_the_same_metrics(shards, tmp_path, capsys
     assert found == pytest.approx(expected)
     assert 0 < expected["loss"]
     assert "the classes of model and shards: matched by name" in capsys.readouterr().out
+
     # scikit-learn's kNN would not care about the head either.
     table = list(
         csv.DictReader(open(tmp_path / "other-results/evaluation/per_class.csv"))
@@ -140,6 +141,7 @@ def test_other_classes_are_neither_evaluated_nor_counted(
     for evaluate in LOGITS[:2]:
         with refused(f"(?s){message}"):
             evaluate_run(evaluation(folder, shards, [evaluate]), WORLD)
+
     # A prediction of one more class is wrong, and may be counted.
     lines, _ = predicted(folder, shards, tmp_path)
     assert any(line.startswith("top-1") for line in lines) == (
@@ -233,6 +235,7 @@ def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path):
 @every(independent="false, true")
 def test_shares_stand_alone_where_the_loss_was_a_sigmoid(shards, tmp_path, independent):
     model = replace(animals(), independent=independent)
+
     # Shares that are rounded to 1 and 0 leave the order of the classes as it is.
     bias = model.network.head.bias
     bias.data = torch.tensor([200.0, 400.0, 600.0])
@@ -333,6 +336,7 @@ def test_probes_never_learn_from_the_images_they_are_scored_on(shards, tmp_path,
     """):
         with refused(f"{probe['name']}: {number} of the .* it learns from"):
             evaluate_run(evaluation(folder, shards, [probe], **data), WORLD)
+
     # The cut of one split shares no image.
     assert results(evaluation(folder, shards, [probe], val_split=None, dev_percent=50))
 
@@ -396,6 +400,7 @@ def test_words_on_the_command_line_win_over_the_run(shards, mixed_in, tmp_path):
     run = run_folder(tmp_path / "base", **config)
     assert evaluated(run).compute.precision == "bf16"
     assert evaluated(run).data.evaluated == "the last 50 % of 'train'"
+
     # Another split, without the dev part in the bank; other shards, whole.
     train, val = splits(evaluated(run, "data.val_split=test"))
     assert len(_keys(train[0])) == 9

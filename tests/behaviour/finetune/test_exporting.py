@@ -103,6 +103,7 @@ def test_exported_folders_are_read_back_as_they_are(tmp_path, settings, to):
     assert found.arch == loaded.arch
     assert found.preprocessing == loaded.preprocessing
     assert found.classes == classes
+
     # Positions of other image sizes are resampled as in our runs, corners to corners.
     smaller = open_model(str(folder), image_size=8)
     positions = own["pos_embed"][0, -16:]
@@ -333,6 +334,7 @@ def test_transformers_sees_the_pixels_of_timm(tmp_path, to, resize):
     }
     reference = timm_pixels(exported(tmp_path / "timm", "timm", how), PHOTO)
     folder = exported(tmp_path / "out", to, how)
+
     # transformers' default backend differs from Pillow by one level; timm's wrapper has none.
     options = {"backend": "pil"} if to == "huggingface" else {}
     processor = AutoImageProcessor.from_pretrained(folder, **options)
@@ -343,6 +345,7 @@ def test_transformers_sees_the_pixels_of_timm(tmp_path, to, resize):
         shown = {"squash": "", "center_crop": "short side", "squash_crop": "square of"}
         card = (folder / "README.md").read_text()
         assert re.search(f"{shown[resize]}.* {side} (x {side} )?px .bicubic.", card)
+
         # timm's wrapper takes RGB only.
         grey = processor(PHOTO.convert("L"), return_tensors="pt")["pixel_values"]
         assert grey.shape == (1, 3, SIDE, SIDE)

@@ -171,6 +171,7 @@ def test_fill_and_resampling_are_those_of_timms_training(name, sign, monkeypatch
     wanted = RandAugmentSettings(
         num_ops=1, magnitude=9, policy="timm", fill="mean", interpolation="bicubic"
     )
+
     # Which operation, whether it is applied, its magnitude, its sign; no draw for the resampling.
     drawn = Scripted(
         (list(TIMM).index(name) + 0.5) / len(TIMM), 0.1, 0.5, 0.5 - sign * 0.3
@@ -234,6 +235,7 @@ def test_augreg_levels(magnitude):
     expected["sharpness"] = _blend(smooth, x, factor)
     for name, levels in expected.items():
         own = AUGREG[name](image, magnitude, Scripted()).numpy()
+
         # Luma and smoothing may round the other way; what is blended past it grows that by |1 - f|.
         allowed = 1 + abs(1 - factor) if name in ("color", "sharpness") else 1
         assert np.abs(own - levels).max() <= allowed, name
@@ -269,6 +271,7 @@ def test_augreg_geometry_is_nearest_neighbour(sign):
         own = AUGREG[name](
             torch.from_numpy(image), 9.7, Scripted(0.2 if sign == 1 else 0.7)
         )
+
         # Pillow counts in 1/65536 pixels, so that places half way between two may go either way.
         assert (own.numpy() != expected).any(axis=0).mean() < 0.01, name
     for name in ("translate_x", "translate_y"):  # by 200 pixels: nothing is left

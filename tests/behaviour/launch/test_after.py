@@ -177,6 +177,7 @@ def test_a_task_that_was_not_launched_is_blamed(tmp_path, monkeypatch):
     for name, value in {"SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"}.items():
         monkeypatch.setenv(name, value)
     why = "launch failed: Slurmd could not connect IO"
+
     # The end of the others follows from it.
     found = outcome(tmp_path, f"srun: error: task 3 {why}\n{EXITED}")
     assert found.reason == f"rank 3 on n2: {why}"
@@ -208,6 +209,7 @@ def test_slurm_and_stops_are_told_apart(tmp_path):
     for state in ("COMPLETING", "CANCELLED"):
         fields = {"JobState": state, "Reason": "None"}
         assert of(**fields).ending is Ending.ENDED_BY_SLURM
+
         # srun may end with 0 then.
         zero = classify(0, [], tmp_path, attempt="", fields=fields, signal_delay_s=30)
         assert zero.ending is Ending.ENDED_BY_SLURM
@@ -218,6 +220,7 @@ def test_slurm_and_stops_are_told_apart(tmp_path):
     assert preempted.reason == "stopped by a signal: preempted"
     far = of(JobState="RUNNING", EndTime=str(int(near) + 600))
     assert far.reason == "stopped by a signal"
+
     # SLURM does not answer.
     assert of().reason == "stopped by a signal"
     signalled = outcome(tmp_path, "srun: error: n2: task 1: User defined signal 2")
@@ -298,6 +301,7 @@ def test_two_failures_in_a_row_blame_a_node():
     first, second = attempts(FAIL_0, FAIL_5)
     assert blamed_node([first]) is None
     assert blamed_node([first, second]) == "n2"  # progress does not acquit it
+
     # A node that lacks what others have is not tried again.
     assert blamed_node([replace(first, kind=FailureKind.NODE)]) == "n2"
     lacking = replace(second, kind=FailureKind.NODE, failed_node="n1")

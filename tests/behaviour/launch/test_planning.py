@@ -92,6 +92,7 @@ def test_shards_without_labels_are_named_and_checked(tmp_path):
         run = PretrainRun.model_validate(changed)
         with refused(message):
             check_data(run, data_facts(run))
+
     # What is evaluated on no split needs no labels.
     blind = {
         "evaluate": [{"name": "knn"}],
@@ -213,6 +214,7 @@ def test_a_run_that_fits_has_no_finding():
     assert found["loader"].detail.startswith(
         "2.0 shards and 8 samples for each of 1 rank(s) x 2"
     )
+
     # 5.5 million parameters, each with two moments of AdamW.
     assert found["disk"].detail.startswith("a checkpoint has 66.3 MB; ")
 
@@ -318,6 +320,7 @@ def test_a_sweep_opens_its_index_once(monkeypatch):
     assert opened == ["train"]
     assert "4 samples" in check({"first_percent": 25}).detail
     assert len(opened) == 2
+
     # Another run's checks know nothing of the shards as they were.
     known.clear()
     Path("shards/manifest.json").unlink()

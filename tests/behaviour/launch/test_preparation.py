@@ -253,6 +253,7 @@ def test_variables_of_the_shell_override_nothing_that_a_run_says(
     assert said.count("\n") == 1
     assert all(name in said for name in (*OVERRIDES, *OF_SITE))
     assert dict(os.environ) == before
+
     # Once, however many runs are submitted.
     seen_by_sbatch(LaunchSettings(**says))
     assert capsys.readouterr().err == ""

@@ -50,6 +50,7 @@ class RunFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "slurm" / JOB).mkdir(parents=True)
+
         # As submitit leaves it: the folder of the job may be gone.
         (folder / "slurm" / SCRIPT).symlink_to(f"{JOB}/{JOB}_submission.sh")
         self.submit(NOW - 100)
@@ -219,6 +220,7 @@ def test_an_array_runs_while_a_task_does(run: RunFolder):
     earlier.write_text("output: elsewhere")
     os.utime(earlier, (1, 1))
     assert read_state(run.folder, []).state is RunState.NOT_STARTED
+
     # Of a line of `launch.setup` that ends the job.
     log = run.folder / f"slurm/{JOB}/{JOB}_0_0_log.out"
     log.touch()
@@ -246,6 +248,7 @@ def test_several_runs_are_ordered_and_counted(run: RunFolder):
     assert "other: finished" in second
     assert "3x (2 stopped, 1 failed)" in second
     assert third == "2 runs: 1 queued, 1 finished"
+
     # No time is expected of a job that SLURM has suspended.
     suspended = read_state(run.folder, [job("SUSPENDED")])
     assert "is suspended and goes on by itself" in as_text([suspended], now=NOW)
@@ -336,9 +339,11 @@ def test_slurm_has_no_reason_without_advice():
     if not found:
         skip_or_fail("no SLURM here")
     library = ctypes.CDLL(found[0])
+
     # ctypes takes every result for an int otherwise.
     library.job_reason_string.restype = library.job_state_string.restype = c_char_p
     reasons = {library.job_reason_string(code).decode() for code in range(400)}
+
     # States are numbers below 16, and flags above.
     codes = [*range(16), *(1 << bit for bit in range(8, 24))]
     states = {library.job_state_string(code).decode() for code in codes} - {"?"}
@@ -360,6 +365,7 @@ def test_an_end_that_no_attempt_has_recorded_is_explained(
     requeued = {"is_requeued": True} if "requeued" in attempt else {}
     if attempt:
         run.attempt(ending or None, reason=killed, **requeued)
+
     # SLURM forgets a job after some minutes.
     jobs = [job(state, reason=reason or None)] if state else []
     assert line in run.line(*jobs)
@@ -464,6 +470,7 @@ def squeue(tmp_path, monkeypatch) -> Path:
     program = tmp_path / "bin/squeue"
     program.parent.mkdir()
     (program.parent / "answer").write_text(ANSWER)
+
     # The environment is what the test reads: settings of squeue must not reach it.
     program.write_text(
         '#!/bin/sh\n{ env; echo "$*"; } > "$0.env"\ncat "${0%squeue}answer"\n'
@@ -535,6 +542,7 @@ def test_requeueing_is_tried_for_a_while(monkeypatch, times, text, is_queued):
     monkeypatch.setattr(time, "monotonic", lambda: sum(pauses))
     monkeypatch.setattr(queue, "ask_slurm", ask)
     assert requeue("17") == (None if is_queued else text)
+
     # Without an answer about the site's epilog, the longer wait.
     assert (("update", "JobId=17", "StartTime=now+20") in asked) == is_queued
 
@@ -568,6 +576,7 @@ def test_a_node_is_excluded_if_enough_others_are_up(
     )
     change = ("scontrol", "update", "JobId=17", f"ExcNodeList={excluded}")
     assert (change in asked) == (excluded is not None) == said.endswith("17: why")
+
     # Those that other jobs use are up, too.
     assert "--states=idle,mixed,allocated,completing" in asked[0]
 
@@ -616,6 +625,7 @@ def test_a_shared_run_is_shown_without_its_private_job_folder(shared):
     (folder / "slurm/.submission_file_1.sh").touch()
     (folder / "slurm").chmod(0o0)
     folder.chmod(0o755)
+
     # Imports all that is needed: the interpreter may be the owner's alone.
     load_runs([str(folder)], uri=None)
     with as_somebody_else():

@@ -354,6 +354,7 @@ def test_the_average_is_taken_as_for_runs(tmp_path, key):
 def test_names_of_compiled_models_are_read(tmp_path, prefix, suffix):
     plain = tiny_weights()
     named = {f"{prefix}{name}": value for name, value in plain.items()}
+
     # Blocks that are compiled one by one have the prefix inside.
     named = {
         name.replace("blocks.0.", "blocks.0._orig_mod."): named[name] for name in named

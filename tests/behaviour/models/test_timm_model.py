@@ -92,6 +92,7 @@ def test_the_seed_gives_the_weights(name):
 def test_rates_and_decay_by_layer_are_those_of_timm(name):
     model = built(name)
     arch = TimmSettings(model=name, image_size=SIZE).resolved(num_classes=5)
+
     # A function of some models, absent from others.
     kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     theirs = param_groups_layer_decay(
@@ -204,6 +205,7 @@ def test_folders_are_read_by_timm_and_here(tmp_path, name):
     )
     for to in ("timm", "safetensors"):
         folder = export(loaded, to, tmp_path / to)
+
         # Without the name timm's ViT is read into our own.
         found = open_model(str(folder), model=TimmSettings(model=name))
         assert found.arch == loaded.arch
@@ -232,6 +234,7 @@ def test_transfer_keeps_all_but_the_classifier(tmp_path):
         load(target, source)
     with refused("tensors do not fit"):
         load(target, built("test_vit"), keep_head=False)
+
     # Positions with rows and columns are no patches.
     positions = built("pit_ti_224", image_size=96).state_dict()
     with refused(r"pos_embed: model \(1, 64, 7, 7\)") as caught:
@@ -255,6 +258,7 @@ def test_patches_of_another_size_are_resized_only_if_asked(tmp_path, name):
     theirs = timm.create_model(name, img_size=SIZE, num_classes=5, patch_size=8).eval()
     load_checkpoint(theirs, path, filter_fn=checkpoint_filter_fn)
     torch.testing.assert_close(target.eval()(images()), theirs(images()))
+
     # Another image size alone is resampled as before.
     larger = built(name, image_size=2 * SIZE, arguments={"patch_size": 16})
     load(larger, source)

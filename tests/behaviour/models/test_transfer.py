@@ -69,6 +69,7 @@ def test_tokens_carry_over_to_another_grid(options, prefix):
             assert torch.equal(target.state_dict()[name], source.state_dict()[name])
     assert target.pos_embed.shape == (1, prefix + 36, 24)
     assert torch.equal(target.pos_embed[:, :prefix], source.pos_embed[:, :prefix])
+
     # Align-corners resampling keeps the corners: no other token was taken for a patch.
     ours = target.pos_embed[0, prefix:]
     theirs = source.pos_embed[0, prefix:]

@@ -77,6 +77,7 @@ def test_forward_and_count_equal_independent_references(options):
     embedding = model.patch_embed.proj
     images = PIXELS.double()[:, :, :12]
     assert torch.allclose(embedding.product(images), embedding(images), atol=1e-12)
+
     # The comparison is sensitive: another GELU or another eps fails.
     for wrong in ({"gelu": "erf" if arch.gelu == "tanh" else "tanh"}, {"eps": 3e-6}):
         other = vit_logits(weights, PIXELS.double(), **(facts | wrong))
@@ -222,6 +223,7 @@ def test_blocks_of_different_rates_are_compiled_once():
     rates = {m.rate.item() for m in model.modules() if isinstance(m, SharedDropPath)}
     assert len(rates) == 3  # the first block has none
     model(PIXELS).sum().backward()
+
     # Without drop path in the first block, with it in the others.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     ones = torch.ones(20_000, 1, 1)
@@ -275,6 +277,7 @@ def test_a_distilled_model_has_a_head_for_each_token():
     assert torch.equal(heads[0], model.head(tokens[:, 0]))
     assert torch.equal(heads[1], model.head_dist(tokens[:, 1]))
     assert torch.equal(model(PIXELS, output="features"), tokens[:, :2].mean(dim=1))
+
     # Training without a teacher trains both heads, through the mean that is used at test.
     torch.testing.assert_close(model(PIXELS), torch.stack(heads).mean(dim=0))
     model(PIXELS).square().sum().backward()

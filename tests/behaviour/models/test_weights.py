@@ -73,6 +73,7 @@ def test_hugging_face_classifiers_give_their_logits(tmp_path, kind, more):
     theirs.save_pretrained(tmp_path)
     ours, smaller = (open_model(str(tmp_path), image_size=s) for s in (None, 14))
     images = IMAGES[:, :, ::2, ::2]
+
     # DINOv2 resamples its positions unasked.
     asked = {} if "Dinov2" in kind else {"interpolate_pos_encoding": True}
     with torch.no_grad():
@@ -128,6 +129,7 @@ def test_hugging_face_trunks_give_their_features(tmp_path, kind):
 """)
 def test_timms_folders_give_its_logits(tmp_path, name, more):
     theirs = shaken(timm.create_model(name, **TIMM, **more))
+
     # Not the default, which would be right without being read.
     theirs.pretrained_cfg["crop_pct"] = 0.93
     synsets = ["cat", *(f"n0144076{label}" for label in range(1, 5))]
@@ -137,6 +139,7 @@ def test_timms_folders_give_its_logits(tmp_path, name, more):
     ours = open_model(str(tmp_path))
     with torch.no_grad():
         check(ours, theirs(IMAGES))
+
     # Descriptions are read instead of synsets.
     assert ours.classes == (*synsets[:4], "tench, Tinca tinca")
     assert ours.preprocessing.mean == theirs.pretrained_cfg["mean"]
@@ -442,6 +445,7 @@ def test_what_is_no_model_is_one_error(tmp_path, weights):
     assert "set init to the file model.safetensors" in str(caught.value)
     assert "config.json" in str(caught.value)
     assert "checkpoints/" in str(caught.value)
+
     # A folder, whatever its name.
     (tmp_path / "run.npz/checkpoints").mkdir(parents=True)
     with refused("run.npz: "):

@@ -123,6 +123,7 @@ def test_a_model_of_several_chunks_is_updated_once(monkeypatch):
     slow = torch.randn(5, 4, generator=random).double().unbind()
     fast = [value.clone() for value in slow]
     options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
+
     # Seven elements a chunk: borders fall between and within parameters.
     reference = torch.optim.Adam(slow, **options)
     optimizer = Lamb(fast, **options)

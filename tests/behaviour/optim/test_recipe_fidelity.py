@@ -40,6 +40,7 @@ def resolved(run: TrainingRun) -> Values:
     optim = run.optim
     schedule = run.schedule
     plan = training_plan(run, world_size=1, num_samples=data.planned_num_samples or 0)
+
     # A term that is one setting is read as it is.
     values = {}
     for key, path in PLAIN.items():

@@ -136,6 +136,7 @@ def test_what_an_objective_adds_depends_on_the_seed_alone():
     weights = []
     for seed, draws in ((0, 0), (0, 5), (1, 0)):
         run = PretrainRun.model_validate(RUN | {"seed": seed})
+
         # Draws that come before must not matter.
         torch.rand(draws)
         objective = WithLayer(run.objective, seed=seed)
@@ -190,6 +191,7 @@ def test_every_other_patch_is_equally_likely_to_replace_one(many: Corruption):
     counts = np.bincount(distances, minlength=NUM_PATCHES)[1:]
     expected = len(images) / (NUM_PATCHES - 1)
     chi_square = ((counts - expected) ** 2 / expected).sum()
+
     # Mean 194 and deviation sqrt(2 * 194) with 195 equally likely distances.
     assert abs(chi_square - 194) < 5 * math.sqrt(2 * 194)
 
@@ -200,6 +202,7 @@ def test_every_other_patch_is_equally_likely_to_replace_one(many: Corruption):
 def test_colors_equal_a_slow_reference():
     random = np.random.default_rng(0)
     patches = random.integers(0, 256, (2, 3, 8, 8, 3), dtype=np.uint8)
+
     # A channel's mean is exactly at the border of two levels, or at its ends.
     patches[0, 0] = [255, 0, 51]
     patches[0, 1, :, :, 0] = 255 * (np.arange(64).reshape(8, 8) % 8 < 3)

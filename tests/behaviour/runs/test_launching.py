@@ -34,6 +34,7 @@ def script_with(field: str, text: str) -> str | None:
         "run name": {},
     }
     launch = LaunchSettings.model_validate(values.get(field, {field: text}))
+
     # Its name is that of the output, and is also in the path of the job folder.
     output = text if field == "run name" else "shards"
     run = DataPrepRun.model_validate({"output": output, "source": {"path": "images"}})
@@ -56,6 +57,7 @@ def test_no_field_runs_as_shell(tmp_path):
         for text in HOSTILE
     }
     accepted = {key: script for key, script in scripts.items() if script is not None}
+
     # Texts and paths are quoted; option names are checked.
     assert {field for field, _ in accepted} == {*QUOTED_FIELDS} - {"sbatch option"}
     assert not [text for _, text in accepted if "\n" in text]
@@ -64,6 +66,7 @@ def test_no_field_runs_as_shell(tmp_path):
         assert all(
             len(shlex.split(line.removeprefix("#SBATCH "))) == 1 for line in options
         )
+
     # As SLURM does: bash runs the whole script. The last one shows that a canary would be seen.
     control = sbatch_text(
         LaunchSettings(setup=("touch control",)), name="run", folder=tmp_path

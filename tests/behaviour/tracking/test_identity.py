@@ -104,6 +104,7 @@ def test_a_copy_that_goes_on_is_another_run(
     assert num_runs(store) == 2
     for folder, run_id in runs.items():
         assert points(store, run_id) == journal_points(folder)
+
     # A second time nothing is sent, and a third attempt continues each of the two.
     train(branch, first=60, last=80, value=4.0, name="base" if same_name else "branch")
     assert {folder: send(folder, uri) for folder in runs} == runs
@@ -148,6 +149,7 @@ def test_a_moved_folder_stays_the_same_run(tmp_path, uri, store: Store):
     assert send(twice, uri) == run_id
     assert num_runs(store) == 1
     assert points(store, run_id) == journal_points(twice)
+
     # By another path to the same folder, too.
     (tmp_path / "link").symlink_to(twice)
     assert send(tmp_path / "link", uri) == run_id
@@ -187,6 +189,7 @@ def test_folders_that_cannot_see_each_other_never_share_a_run(
     assert points(store, second) == journal_points(base)
     assert points(store, first) == journal_points(far)
     assert send(base, uri) == second
+
     # The original went on before the copy did.
     train(base, first=60, last=90, value=5.0)
     late = Path(shutil.copytree(base, tmp_path / "late"))
@@ -235,6 +238,7 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
     before = points(store, run_id)
     send(folder, uri)
     assert points(store, run_id) == before
+
     # Lost again: the last value that MLflow has counts, in whatever order a server lists them.
     listed = MlflowClient.get_metric_history
     monkeypatch.setattr(MlflowClient, "get_metric_history", lambda *a: listed(*a)[::-1])
@@ -242,6 +246,7 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
         train(folder, first=100, last=130, value=value)
         send(folder, uri)
         assert points(store, run_id)[110] == values
+
     # Equal values, as of a resume with the same settings, NaN and infinity too, are not sent twice.
     for value in (0.5, float("nan"), float("inf"), 0.0):
         equal = tmp_path / str(value)
@@ -292,6 +297,7 @@ def test_a_run_is_found_among_thousands_of_experiments(tmp_path, uri, store: Sto
     moved = MlflowRun(parent, uri, experiment="mine", say=print).run_id
     add_experiments(store, 2100)
     assert moved == send(parent, uri) == first
+
     # In another experiment than the folder says: on the last of three pages.
     train(child, last=30, value=2.0)
     second = MlflowRun(child, uri, experiment="mine", say=print)
@@ -300,6 +306,7 @@ def test_a_run_is_found_among_thousands_of_experiments(tmp_path, uri, store: Sto
     assert num_runs(store) == 2
     found = stored_runs(uri, "metrics.`train/loss` > 0", limit=9)
     assert [run.info.run_id for run, _ in found] == [second.run_id, first]
+
     # The newest one, in an experiment of a later page than the other's.
     store.execute("update experiments set creation_time = 1e16 where name = 'mine'")
     train(tmp_path / "last", last=30)

@@ -81,6 +81,7 @@ def run(tmp_path) -> Path:
 def secret(tmp_path) -> Path:
     path = tmp_path / "home/id_ed25519"
     path.parent.mkdir()
+
     # Would pass as a picture, and as a table.
     path.write_bytes(PNG + SECRET)
     return path
@@ -194,6 +195,7 @@ def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path):
     found = [*read_rows(path)]
     assert [row.step for row, _ in found] == [7] * len(odd)
     assert found[-1][1] == path.stat().st_size - len(b'{"step": 8, "ti')
+
     # A later read goes on behind any row.
     assert len([*read_rows(path, offset=found[2][1])]) == len(odd) - 3
 

@@ -121,8 +121,10 @@ def test_a_resumed_run_is_one_run_with_each_step_once(open_tracker: Open, store:
     assert select(store, "status from runs") == ["FINISHED"]
     expected = [(key, step) for key in ("train/loss", "zero") for step in range(1, 15)]
     assert select(store, "key, step from metrics order by key, step") == expected
+
     # Finished for good: a new start is another run.
     said.clear()
+
     # As an evaluation does.
     open_tracker(resume_step=-1, say=said.append).close(status="FINISHED")
     assert select(store, "count(*) from runs") == [2]
@@ -280,6 +282,7 @@ def test_a_copy_is_completed_and_made_once(folder, store: Store, mlflow_database
     assert record.status == "FINISHED"
     assert record.experiment == "copies"
     events = read_events(folder)
+
     # The first time, it is interrupted.
     journal = (folder / "journal.jsonl").read_bytes()
     (folder / "journal.jsonl").write_bytes(journal[: len(journal) // 2])

@@ -114,6 +114,7 @@ def test_each_head_learns_from_its_own_target():
 def network():
     torch.manual_seed(0)
     model = timm.create_model(NAME, num_classes=CLASSES)
+
     # A forward pass in training, so that statistics differ from the first ones.
     model.train()(torch.randn(8, 3, 64, 64))
     return model.eval()
@@ -220,6 +221,7 @@ def test_the_teacher_learns_nothing(safetensors):
 
 def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path):
     vit = timm.create_model("test_vit", num_classes=CLASSES)
+
     # Teachers are often published as files of torch.
     path = tmp_path / "vit.pth"
     torch.save(vit.state_dict(), path)

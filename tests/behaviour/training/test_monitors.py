@@ -140,6 +140,7 @@ def test_samples_replaced_before_a_resume_count(ranks: Ranks):
     """A run that is stopped often may replace no more samples than one that is not."""
     # A new process, with what the checkpoint says of the old one.
     monitor = ranks.unreadable(0.01, num_replaced=9)
+
     # The limit is of an epoch, 10 samples.
     lines = ranks.report(monitor, lost(5))
     assert lines[-1] == "step 10: 10 samples replaced since step 0"
@@ -291,6 +292,7 @@ def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks):
     ranks.others = [1]
     for _ in range(2):
         monitor.update(health(2), step=20, loss_scale=None)
+
     # The second micro-step of rank 1 in the step that was skipped.
     read = list(rank_batches(start=16, stop=24, rank=1, world_size=2, micro_batch=2))
     assert read[1] == [22, 23]
@@ -308,6 +310,7 @@ def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks):
 def test_too_many_skipped_updates_in_a_row_end_the_run(ranks: Ranks, scale):
     """But while fp16 searches its scale."""
     monitor = ranks.skipped()
+
     # Nine are allowed, and ten with a loss scale that can still fall.
     monitor.update(health(9, longest=9), step=20, loss_scale=scale)
     monitor.update(health(19, longest=10), step=20, loss_scale=1024.0)

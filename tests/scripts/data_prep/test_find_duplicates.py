@@ -104,6 +104,7 @@ def test_without_similar_only_equal_bytes_are_copies(made):
     find(shards)
     rows = rows_of(shards.with_name("shards-duplicates"))
     find(shards, "--output", shards / "manifest.json/found", rc=2)
+
     # The copy saved as PNG has other bytes.
     assert sum(not row["keep"] for row in rows.values()) == 1
     assert not shards.with_name("shards-duplicates").joinpath("pairs.png").exists()
@@ -221,6 +222,7 @@ def test_a_list_of_other_images_is_refused(made, tmp_path):
     (copy,) = (
         path for path, row in rows_of(tmp_path / "found").items() if not row["keep"]
     )
+
     # Another corpus, and another layout of the same one.
     options = (f"source.leave_out={tmp_path}/found/duplicates.parquet", *CHECKS)
     for other in (tmp_path / "others", source / "train"):

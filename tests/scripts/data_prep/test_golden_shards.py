@@ -145,6 +145,7 @@ def test_shards_keep_their_bytes(kind, golden: Golden, tmp_path):
         write(source)
         make_shards(source, shards, f"source.kind={kind}", f"source.splits={splits}")
     golden.json(f"shards/{kind.replace(' ', '_')}.json", contents(shards))
+
     # Nothing was unpacked beside the output.
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
 

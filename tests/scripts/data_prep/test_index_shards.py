@@ -46,6 +46,7 @@ def test_img2dataset_layout(tmp_path):
     printed = index(tmp_path / "tars", tmp_path / "index", "source.label=json:synset")
     assert "24 inputs = 24 kept + 0 rejected" in printed
     assert samples(tmp_path / "index", "train") == stored
+
     # The files of facts beside the tars are no inputs.
     assert Counter(row["reason"] for row in ledger(tmp_path / "index").values()) == {
         None: 24
@@ -151,6 +152,7 @@ def test_tars_of_images_alone_give_an_index_without_labels(tmp_path):
 
 def test_unusable_inputs_are_in_the_ledger(tmp_path):
     good = [{"__key__": f"good{i}", "jpg": photo(i), "cls": 0} for i in range(38)]
+
     # What decoders can turn into RGB is never converted.
     cmyk = encoded(Image.new("CMYK", (30, 20)), "JPEG", exif=rotated(6))
     good.append({"__key__": "cmyk", "jpg": cmyk, "cls": 0})
@@ -180,10 +182,12 @@ def test_unusable_inputs_are_in_the_ledger(tmp_path):
     assert reasons["imageless.cls"] == "no_image"
     assert reasons["b.tar"] == "truncated_tar"
     assert samples(tmp_path / "index", "train")["cmyk"] == (cmyk, "0")
+
     # Both tars have good0: these keys got the name of their tar.
     found = samples(tmp_path / "index", "train")
     assert len(found) == 40
     assert {"a/good0", "b/good0"} <= found.keys()
+
     # The tar was truncated before indexing, so it still equals its index.
     verify(tmp_path / "index")
     with open(tmp_path / "tars/b.tar", "r+b") as file:
@@ -280,6 +284,7 @@ def test_tars_at_a_url_are_indexed_in_place(tmp_path, monkeypatch):
         server.fault = lambda path, number: None
         server.requests.clear()
         index(server.url, tmp_path / "index", splits)
+
         # Only the sizes of what was done before.
         assert (
             server.requests[names[0]]
@@ -298,6 +303,7 @@ def test_tars_at_a_url_are_indexed_in_place(tmp_path, monkeypatch):
         )
         first = read_split(tmp_path / "local", split="train").read(3)
         assert entries.read(3) == first
+
         # Cut exactly at a header, without its end mark: Python takes that for the end.
         with tarfile.open(tars / names[1]) as tar:
             header = tar.getmembers()[-3].offset

@@ -158,6 +158,7 @@ def test_every_planted_fault_is_in_the_ledger_with_its_reason(tmp_path):
     options = ("images.max_bad_fraction=0.5", "source.holdout_fraction=0.0")
     text = make_shards(source, tmp_path / "shards", *options)
     rows = ledger(tmp_path / "shards")
+
     # A ledger has no control characters.
     expected = {
         path.replace("\n", r"\x0a"): reason for path, reason in expected.items()

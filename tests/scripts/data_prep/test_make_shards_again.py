@@ -54,6 +54,7 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
     half = tmp_path / "half"
     folder = tmp_path / ".half.preparing"
     finished = set()
+
     # Killed once in each phase: after it made its first file. What it made stays as it is.
     for made in ("list/*.arrow", "rows.arrow", "tars/*.arrow"):
         kill(

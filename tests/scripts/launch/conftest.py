@@ -64,6 +64,7 @@ class FakeSlurm:
         self.write("state", state)
         self.write("calls", "")
         script = (self.folder / "slurm/script").read_text()
+
         # Quoted where a folder for temporary files has a space.
         (log,) = shlex.split(
             re.findall(r"#SBATCH --output=(.*)", script)[0].replace("%j", "12")

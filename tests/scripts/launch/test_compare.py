@@ -64,6 +64,7 @@ def test_text_and_report_show_differences(root):
     assert ["val/top1", "final", "0.5", "0.75"] in lines
     assert ["delta", "-", "+0.25", "better"] in lines
     assert done.stdout.rstrip().endswith("report: runs/compare.html")
+
     # The page as it is written: one file that loads nothing.
     text = (root / "runs/compare.html").read_text().partition("<script>")[0]
     references = re.findall(r"(?:src|href)=.(.{11})", text)
@@ -95,6 +96,7 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path, mlflow_database):
     assert len(origins) == 2
     assert len(set(origins)) == 1
     assert "; digits, 9 images;" in origins[0]
+
     # The same name below runs/ with other values: --uri selects that of MLflow.
     shutil.rmtree(tmp_path / "runs/stored")
     make_run(tmp_path, "stored", lr=0.5, gain=0.25)

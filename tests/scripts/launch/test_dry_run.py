@@ -153,6 +153,7 @@ def test_a_data_preparation_is_an_array(submitted: FakeSlurm):
     (submitted.folder / "data.yaml").write_text(DATA)
     output = submitted.call("launch/slurm.py", "--dry-run", "--config", "data.yaml")
     assert "64 task(s) x 8 core(s) = 512 core(s), as a SLURM array" in output
+
     # A task uses the cores that it requested, not all that the node has.
     assert "\nnum_workers: 8\n" in output
     follow = ("launch/slurm.py", "--config", "data.yaml", "--follow")

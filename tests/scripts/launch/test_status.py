@@ -76,6 +76,7 @@ def test_status_shows(case, slurm: FakeSlurm, golden: Golden):
         (link,) = (slurm.run_folder / "slurm").glob("*.sh")
         now = int(time.time())
         nodes = "n[1-2]" if job[0] == "RUNNING" else ""
+
         # Another job than the attempt's.
         number = "13" if name == "queued_again" else "12"
         row = (number, number, *job, now, nodes, now - 600, f"/x/{link.name}")

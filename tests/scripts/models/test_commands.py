@@ -110,6 +110,7 @@ def test_evaluations_of_files_and_of_a_run(
     (scripts.folder / "classes.json").write_text(
         json.dumps(read_manifest(scripts.shards).classes)
     )
+
     # The last one is the same evaluation again.
     for name, words in (
         ("npz", (f"init={npz}", SMOOTHED, *data)),

@@ -247,6 +247,7 @@ def test_bad_input_is_one_error(hub: Hub, scripts: Scripts, tmp_path, monkeypatc
             )
         assert f"push={name}: {what}\n  next: " in printed
         assert "Traceback" not in printed
+
         # Else before any work.
         assert (tmp_path / f"out{token}").exists() == (token == "wrong")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")

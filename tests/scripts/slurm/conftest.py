@@ -96,6 +96,7 @@ class SlurmCluster:
     def job(self, job_id: str) -> dict[str, str]:
         """The controller's fields of a job, for example JobState, ExitCode and Restarts."""
         ask = f"scontrol --oneliner show job {job_id}"
+
         # A controller that has just started may drop a request.
         words = self.run(["bash", "-c", f"{ask} || (sleep 5; {ask})"]).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
@@ -141,6 +142,7 @@ class SlurmCluster:
         empty on this node.
         """
         name = "slurmd" if daemon in NODES else daemon
+
         # A controller without saved state ends, but for -i.
         options = {
             # --force: the folder's parents may be writable by others; the key itself is not.
@@ -168,6 +170,7 @@ class SlurmCluster:
         answer = subprocess.run(
             words, env=self.environment, capture_output=True, text=True
         )
+
         # A node is listed once for each partition.
         return sum(line.endswith(" idle") for line in set(answer.stdout.splitlines()))
 
@@ -223,6 +226,7 @@ def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
         skip_or_fail(
             f"no {names} here (Debian, Ubuntu: apt-get install slurm-wlm munge)"
         )
+
     # Short, since the munge socket's path must stay below 108 characters.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)

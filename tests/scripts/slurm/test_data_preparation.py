@@ -51,11 +51,13 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path):
     # All tasks are working, each in one process, which handles signals by then.
     scratch = tmp_path / ".shards.preparing" / "tmp"
     wait_until(lambda: len(list(scratch.glob("*"))) == NUM_TASKS)
+
     # As at the time limit; and as SLURM does for a preemption.
     slurm.run(["scancel", "--signal=USR2", f"{array}_0"])
     slurm.run(["scontrol", "requeue", f"{array}_1"])
     slurm.run(["scancel", f"{array}_2"])
     assert not (tmp_path / "shards").exists()
+
     # Meanwhile: SLURM delays a requeued job.
     slurm.script(
         "data_prep/make_shards.py", *SETTINGS, "output=alone", "num_workers=2",
@@ -77,11 +79,14 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path):
         False,
     ]
     assert f"requeueing job {array}_0 (1 of" in texts[0]
+
     # SLURM requeues one and cancels the other.
     for task in (1, 2):
         assert f"SLURM is ending job {array}_{task}" in texts[task]
+
     # Each is the only rank of its job: otherwise it would leave its errors to rank 0.
     assert all("data_prep/make_shards.py: 1 task(s), config " in text for text in texts)
+
     # Every process of a task gets the signal, and none reports it as a failure.
     assert not [text for text in texts if "Traceback" in text or "died" in text]
 
@@ -90,5 +95,6 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path):
     assert sum(name.endswith(".tar") for name in expected) == NUM_SHARDS
     assert made.keys() == expected.keys()
     assert [name for name in expected if made[name] != expected[name]] == []
+
     # Nothing is left beside the shards.
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]

@@ -36,6 +36,7 @@ def test_tasks_on_two_nodes_form_a_process_group(slurm, submit, tmp_path):
         json.loads((tmp_path / f"slurm/seen-{rank}.json").read_text())
         for rank in range(2)
     ]
+
     # n1 is not a host name: the address comes from SLURM.
     equal = {
         "WORLD_SIZE": "2",
@@ -56,6 +57,7 @@ def test_a_failed_rank_ends_the_job_and_the_others(slurm, submit):
             sys.exit(2)
         time.sleep(1000)
     """)
+
     # srun's own code is the highest of all tasks: that of the one that was ended.
     ended = slurm.wait(job.job_id, states=["FAILED"])
     assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0"), job.log(
@@ -138,6 +140,7 @@ def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards, tmp_path):
     finally:
         slurm.run(["scancel", job_id])
         slurm.wait(job_id, states=["CANCELLED"])
+
     # As many as its SLURM task has CPUs.
     log = tmp_path / f"runs/free/slurm/{job_id}/{job_id}_0_log.out"
     assert "CPU threads per rank: 1\n" in log.read_text()

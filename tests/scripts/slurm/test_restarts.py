@@ -71,6 +71,7 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path):
     log = job.log(0).read_text()
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "3"), log
     attempts = read_attempts(tmp_path)
+
     # The first one's checkpoint counts as progress, so it is not fruitless.
     assert [attempt.checkpoint_step for attempt in attempts] == [10] * 4
     blamed = {(attempt.kind, attempt.failed_node) for attempt in attempts}
@@ -82,8 +83,10 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path):
         == 4
     )
     assert "launch.sbatch.exclude='n2'" in log
+
     # The job needs both.
     assert "n2 is not excluded: too few other nodes are up" in log
+
     # Each asks for an early start, instead of waiting for the old credential's end.
     decided = (slurm.folder / "slurmctld.log").read_text()
     begin = rf"setting begin to \S+ for JobId={job.job_id}\n"
@@ -102,6 +105,7 @@ def test_a_node_that_the_job_asks_for_is_not_excluded(slurm, submit):
 
 def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path):
     job = submit("import time; time.sleep(1000)", max_requeues=2)
+
     # From before the first process of the job to its handlers: whatever it is doing.
     while slurm.job(job.job_id)["JobState"] not in FINAL_STATES:
         slurm.run(["bash", "-c", f"scancel --signal=USR2 {job.job_id} || true"])
@@ -125,6 +129,7 @@ def test_a_node_that_returns_does_not_end_the_next_attempt(slurm, submit, tmp_pa
         # srun ends its step, also on n2: SLURM gives up in 10 s, and tries again a minute later.
         (tmp_path / "lost").touch()
         time.sleep(15)
+
         # What SLURM does itself after SlurmdTimeout.
         slurm.run("scontrol update nodename=n2 state=down reason=died".split())
         slurm.wait(job.job_id, states=["PENDING"])
@@ -157,6 +162,7 @@ def test_a_node_that_cannot_start_a_task_is_left(
 
     def restart(without):
         slurm.kill(node)
+
         # It is idle again once it has answered.
         slurm.run(
             ["scontrol", "update", f"nodename={node}", "state=down", "reason=test"]

@@ -35,6 +35,7 @@ def checkout(tmp_path) -> Path:
     for name in CODE_FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+
     # As in the usual case, the runs are inside the checkout.
     (folder / ".gitignore").write_text("*.so\n__pycache__/\n/runs/\n")
     for arguments in (
@@ -82,6 +83,7 @@ def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout):
 
     edit("pretrain/main.py", "# edited before the submission")
     first, _ = submit("launch.sbatch={hold: true}")
+
     # The job imports it, the submission does not.
     edit("vitscale/training/session.py", "raise SystemExit('edited while queued')")
     refused, output = submit()

@@ -198,6 +198,7 @@ def test_replaced_samples_are_counted_since_step_0(warm_starter: WarmStarter, tm
     assert whole == parts
     assert (counts := whole["vitals/unreadable"])[-1] > 4
     assert counts == sorted(counts)
+
     # The limit, too, counts those before a stop, here just before the last one.
     last = 20 - len(counts) + counts.index(counts[-1])
     train(warm_starter, tmp_path / "few", *settings, f"schedule.steps={last}")

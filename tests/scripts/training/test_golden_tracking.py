@@ -116,10 +116,12 @@ def test_a_killed_and_resumed_run_is_one_run_with_each_step_once(
     found = points(folder)
     written = journal_points(folder)
     assert len({(key, step) for key, step, _ in found}) == len(found)
+
     # Counts of events are sent from the first event on.
     assert not set(found) - written
     assert not {point for point in written - set(found) if point[2]}
     golden.json(POINTS, found, rel=1e-5)
+
     # The last start wrote the whole run, as W&B's resume would append it.
     *_, last = sorted((folder / "run/wandb").glob("offline-run-*/*.wandb"))
     in_wandb = [

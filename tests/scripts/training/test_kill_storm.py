@@ -47,6 +47,7 @@ def test_runs_killed_at_random_moments_end_with_the_same_bits(
         place = tmp_path / str(trainings)
         zero = f"engine.zero_stage={STAGES[trainings % 4]}"
         rng = random.Random(f"{seed} {trainings}")
+
         # A save after a signal ends a log interval: every step is one.
         settings = (zero, "engine.timeout_min=0.5", "tracking.log_every_steps=1")
         committed = idle = done = 0
@@ -82,6 +83,7 @@ def strike(
     hit = await_moment(ranks, place, moment, rng)
     if hit:
         killed = inject(victim, ranks, rng)
+
     # Before the rendezvous, only a launcher can know that a rank is gone.
     has_launcher = killed and (moment == "start" or rng.random() < 0.7)
     patience_s = rng.uniform(0, 3) if has_launcher else None

@@ -101,6 +101,7 @@ def test_killed_rank(fault_runs: FaultRuns, tmp_path, case):
     planted = {rank: [fault(place, nth, "kill")]}
     world = fault_runs.start(tmp_path, *settings, faults=planted, **how)
     assert wait_and_end_others(world)[rank] == -signal.SIGKILL, output(tmp_path)
+
     # The save before the last one begun was certainly committed.
     least = max(0, (step - 1) // INTERVAL * INTERVAL - INTERVAL)
     assert least <= newest_step(tmp_path) <= step
@@ -272,6 +273,7 @@ def test_stop_signals(fault_runs: FaultRuns, tmp_path, case):
     settings = () if step % LOGGED == 0 else (EVERY_STEP,)
     world = fault_runs.start(tmp_path, *settings, faults=planted)
     assert wait_and_end_others(world, grace_s=grace_s) == codes, output(tmp_path)
+
     # A signal during a save takes effect one or two steps later.
     assert step <= newest_step(tmp_path) <= step + (2 if case == "in a save" else 0)
     fault_runs.assert_resumes_exactly(tmp_path, *settings)
@@ -328,6 +330,7 @@ def test_updates_with_nan_are_skipped_and_named(fault_runs: FaultRuns, tmp_path)
     skipped = [
         row["train/skipped_steps"] for row in state.journal if "train/loss" in row
     ]
+
     # At steps 4, 5, 8, 10, 12, 15, 16, 20 and 24.
     assert skipped == [0] * 2 + [1] * 7
     assert all(bool(tensor.isfinite().all()) for tensor in state.tensors.values())

@@ -82,6 +82,7 @@ def test_failed_checkpoint_storage_ends_the_run(fault_runs: FaultRuns, tmp_path)
             tmp_path, faults={1: [fault("backward", micro_step(8), "hold")]}
         )
         wait_for_hold(tmp_path, ranks)
+
         # Its commit goes on in the background while the rank is held.
         wait_until(lambda: newest_step(tmp_path) == 5, else_say=ranks[0].output)
         remount(checkpoints, "ro")

@@ -39,6 +39,7 @@ def test_run_folder_holds_the_documented_files(finished):
         for line in (finished / "journal.jsonl").read_text().splitlines()
     ]
     trained = [row for row in rows if "train/loss" in row]
+
     # Every fourth step, and every fifth with its checkpoint.
     assert [row["step"] for row in trained] == [4, 5, 8, 10, 12, 15, 16, 20, 24]
     assert all(0 < row["vitals/data_wait"] < 1 for row in trained)
@@ -71,6 +72,7 @@ def test_a_finished_run_repeated_changes_nothing(fault_runs: FaultRuns, finished
     assert done in output(finished.parent)
     assert "not used" not in output(finished.parent)
     assert contents() == before
+
     # Other settings are not used, which is said.
     assert fault_runs.run(finished.parent, "optim.lr=0.5") == [0, 0]
     refused = f"{done}not used, since the run is finished:\n    optim.lr: 0.001 -> 0.5\n  next: "

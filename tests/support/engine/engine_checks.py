@@ -255,6 +255,7 @@ def resumes_the_loss_scale(world: World) -> None:
         first.train(4)
         second = continued(first, machine)
     second.train(STEPS)
+
     # All skipped updates but the first halved the scale.
     assert second.engine.health().skipped == 4
     assert second.engine.loss_scale == 2.0 ** (FP16_POWER - 3)

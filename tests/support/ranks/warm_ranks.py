@@ -76,11 +76,13 @@ class Script:
             os.dup2(fd, target)
         os.environ.clear()
         os.environ.update(self.environment)
+
         # It reads the environment once.
         importlib.reload(sys.modules["huggingface_hub.constants"])
         os.chdir(self.folder)
         sys.argv = [self.path, *self.arguments]
         sys.path[0] = str(Path(self.path).parent)
+
         # A fresh process seeds both from the system; all forks would draw the same numbers.
         random.seed()
         sys.modules["numpy"].random.seed()
