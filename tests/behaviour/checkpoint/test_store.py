@@ -62,10 +62,14 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
     monkeypatch.setattr(
         folders, "write_new_file", lambda *a: writing.wait(60) and write(*a)
     )
+
     weights = torch.zeros(1000)
     progress = {"n": 1}
     store.save({"model.a": weights}, step=1, progress=progress, description={})
+
+    # What changes while the copy is made belongs to the next save.
     progress["n"] = 7
+
     update = threading.Thread(target=store.wait_for_host_copy)
     update.start()
     update.join(0.2)
@@ -73,9 +77,12 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
     copying.set()
     update.join(60)
     assert not update.is_alive(), "waits for the disk"
+
+    # The update may write now, while nothing is on the disk.
     weights.fill_(7.0)
     assert store.take_committed() is None
     assert newest_checkpoint(store.folder)[0] is None
+
     writing.set()
     committed = store.wait()
     assert committed.step == 1
@@ -111,6 +118,8 @@ def test_next_save_waits_and_raises_the_previous_error(
     assert not list(store.folder.glob(".step-*")), "the failed save still takes space"
     store.save(tensors, step=4, progress={}, description={})
     assert store.wait().step == 4
+
+    # A copy that fails must not leave the update waiting for it.
     monkeypatch.setattr(store._host_copy, "take", refuse)
     store.save(tensors, step=5, progress={}, description={})
     with pytest.raises(OSError):
@@ -142,6 +151,8 @@ def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
     save_at(6500.0)
     assert len(said) == 1
     assert "training goes on" in said[0]
+
+    # 3,700 s after the last checkpoint.
     with pytest.raises(folders.OverdueError):
         save_at(6700.0)
 
@@ -241,6 +252,8 @@ def test_state_that_is_not_finite_is_not_committed(tmp_path, world: World, name,
     ):
         store.wait()
     assert [path.name for path in store.folder.iterdir()] == [before.name]
+
+    # The largest number is finite, though sums of it are not.
     momentum[531] = torch.finfo(dtype).max
     store.save(tensors, step=2, progress={}, description={})
     assert store.wait() is not None
@@ -270,6 +283,8 @@ def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world: World, monkeyp
     folder = save(tmp_path, world, step=4)
     assert resolve_weights(str(tmp_path)) == resolve_weights(str(folder))
     assert resolve_weights(str(folder)) == (read_checkpoint(folder), [])
+
+    # The newest one is damaged: the one before is taken, and it is said.
     flip(save(tmp_path, world, step=5) / "rank-00000.safetensors", -1)
     checkpoint, complaints = resolve_weights(str(tmp_path))
     assert checkpoint.step == 4
@@ -278,6 +293,8 @@ def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world: World, monkeyp
         resolve_weights(str(tmp_path / "nowhere"))
     with refused(f"did you mean {tmp_path}[?]"):
         resolve_weights(f"{tmp_path}x")
+
+    # Runs of the folder `runs` are found by their name.
     monkeypatch.chdir(tmp_path.parent)
     Path("runs").symlink_to(tmp_path.parent)
     with refused(f"did you mean runs/{tmp_path.name}[?]"):
@@ -288,6 +305,7 @@ def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world: World, monkeyp
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
+    # One process without a group; a lock that is given up within a second.
     alone = {"errors_on_all_ranks": lambda *_, **__: contextlib.nullcontext()}
     times = {"BEAT_S": 0.02, "SILENT_S": 0.4, "WAIT_S": 1.0, "SETTLE_S": 0.2}
     assert 3 * store.BEAT_S < store.SILENT_S < store.WAIT_S

@@ -67,6 +67,8 @@ def test_the_substitute_is_the_same_on_every_layout(shards):
         (0, 17),
     ]
     assert {Path(each.shard).name for each in lost} == {"train-000000.tar"}
+
+    # The same run by other processes, and by three ranks.
     with_workers = list(batches(shards, workers=2))
     ranks = list(batches(shards, workers=1, ranks=3))
     for step, (before, after) in enumerate(zip(undamaged, found, strict=True)):
@@ -101,6 +103,8 @@ def test_the_run_ends_if_no_substitute_can_be_read(shards, workers):
 def test_a_dead_or_hung_worker_is_named(shards, monkeypatch, number, message):
     running = batches(shards, workers=2, steps=10_000)
     next(running)
+
+    # Set after the first batch, which takes longer: workers start.
     monkeypatch.setattr(loader_module, "TIMEOUT_S", 3.0)
     workers = worker_pids()
     os.kill(workers[0], number)
@@ -108,6 +112,8 @@ def test_a_dead_or_hung_worker_is_named(shards, monkeypatch, number, message):
         for _ in running:
             pass
     assert caught.match("(?s)" + message.format(pid=workers[0]))
+
+    # The next run has workers of its own.
     wait_until(lambda: not any(is_alive(worker) for worker in workers))
     assert len(list(batches(shards, workers=2))) == 10
 
@@ -139,6 +145,7 @@ def test_a_worker_that_gives_no_batch_is_named_whatever_it_does(
     ) as found:
         pids = [next(found).labels.item() for _ in range(2)]
         stuck = pids[(len(positions) - 1) % 2]
+
         monkeypatch.setattr(loader_module, "TIMEOUT_S", 0.4)
         state = {"sleeps": "sleeping", "computes": "running"}[how]
         with pytest.raises(
@@ -156,6 +163,7 @@ def test_a_worker_that_makes_progress_is_not_hung():
 
         def poll(self, seconds):
             self.num_waits += 1
+            # An image every 15 waits: fewer than after which it would be hung.
             progress[1] += self.num_waits % 15 == 0
             return self.num_waits > 10 * loader_module.NUM_WAITS
 
@@ -276,6 +284,8 @@ def test_a_job_that_was_suspended_continues(shards):
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
     time.sleep(1)  # for it to wait for a batch by then
+
+    # Longer than the limit of 4 s.
     os.killpg(process.pid, signal.SIGSTOP)
     time.sleep(6)
     os.killpg(process.pid, signal.SIGCONT)

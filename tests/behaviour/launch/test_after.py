@@ -182,6 +182,8 @@ def test_a_task_that_was_not_launched_is_blamed(tmp_path, monkeypatch):
     found = outcome(tmp_path, f"srun: error: task 3 {why}\n{EXITED}")
     assert found.reason == f"rank 3 on n2: {why}"
     assert found.failed_node == "n2"
+
+    # Tasks are dealt to nodes one by one here, not in blocks.
     monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic:block")
     (tmp_path / "cyclic").mkdir()
     found = outcome(tmp_path / "cyclic", f"srun: error: task 2 {why}")
@@ -213,6 +215,7 @@ def test_slurm_and_stops_are_told_apart(tmp_path):
         # srun may end with 0 then.
         zero = classify(0, [], tmp_path, attempt="", fields=fields, signal_delay_s=30)
         assert zero.ending is Ending.ENDED_BY_SLURM
+
     near = str(int(time.time()) + 60)
     limit = of(JobState="COMPLETING", Reason="TimeLimit", EndTime=near)
     assert limit.reason == "stopped by a signal: the time limit is near"
@@ -223,6 +226,8 @@ def test_slurm_and_stops_are_told_apart(tmp_path):
 
     # SLURM does not answer.
     assert of().reason == "stopped by a signal"
+
+    # A rank that dies of the signal itself was asked to stop, too.
     signalled = outcome(tmp_path, "srun: error: n2: task 1: User defined signal 2")
     assert signalled.ending is Ending.STOPPED
     assert signalled.reason == "stopped by a signal"
@@ -293,6 +298,7 @@ def test_another_job_and_storage_do_not_count():
     now = attempts(FAIL_0, FAIL_0, job_id="18")
     assert refusal(before) is not None
     assert refusal([*before, *now]) is None
+
     outage = [replace(each, kind=FailureKind.STORAGE) for each in before]
     assert refusal(outage) is None
 
