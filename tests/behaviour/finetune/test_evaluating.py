@@ -4,7 +4,6 @@ import csv
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from pydantic import ValidationError
 
@@ -33,6 +31,9 @@ from vitscale.evaluation.evaluation import Share
 from vitscale.evaluation.few_shot import FewShotSettings
 from vitscale.evaluation.trained_model import TrainedModel, open_model
 
+# Metrics are sums over the ranks of a group; here it has one.
+pytestmark = pytest.mark.usefixtures("world")
+
 CLASSES = ("cat", "dog", "eel")
 PROBES, LOGITS = yaml.safe_load("""
 - [{name: knn, k: 3}, {name: few_shot, shots: [2]}, {name: linear_heads, steps: 2, batch: 4}]
@@ -42,13 +43,6 @@ PROBES, LOGITS = yaml.safe_load("""
 
 def keys_of(numbers: str, split: str) -> list[str]:
     return [f"{split}-c{int(number) % 3}-{number}" for number in numbers.split()]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
