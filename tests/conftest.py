@@ -1,7 +1,5 @@
 """Fixtures of all tests."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -72,7 +70,7 @@ def warm_starter() -> Iterator[WarmStarter]:
 
 
 @pytest.fixture(scope="session")
-def new_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def new_mlflow_database(tmp_path_factory) -> Path:
     """An MLflow database without runs, to copy: making its tables flushes the disk 200 times."""
     database = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     open_client(f"sqlite:///{database}")
@@ -80,7 +78,7 @@ def new_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def mlflow_database(new_mlflow_database: Path, tmp_path: Path) -> Path:
+def mlflow_database(new_mlflow_database: Path, tmp_path) -> Path:
     """A copy of it, in a folder of its own."""
     (tmp_path / "store").mkdir()
     return Path(shutil.copy(new_mlflow_database, tmp_path / "store"))
@@ -103,14 +101,14 @@ def mounted(folder: Path, source: str | Path, *options: str) -> Iterator[Path]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path) -> Iterator[Path]:
     """A file system of 1 MiB."""
     with mounted(tmp_path / "disk", "tmpfs", "-t", "tmpfs", "-o", "size=1m") as folder:
         yield folder
 
 
 @pytest.fixture(scope="session")
-def digits_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def digits_shards(tmp_path_factory) -> Path:
     """The embedded corpus as shards, made by the scripts."""
     folder = tmp_path_factory.mktemp("digits")
     prepare = [
@@ -131,7 +129,7 @@ def digits_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fault_runs(
     warm_starter: WarmStarter,
     digits_shards: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory,
 ) -> FaultRuns:
     folder = tmp_path_factory.mktemp("faults")
     return FaultRuns(warm_starter, shards=digits_shards, folder=folder)
@@ -141,6 +139,7 @@ def fault_runs(
 def killed(fault_runs: FaultRuns) -> Path:
     """A training killed in step 17, with checkpoints of steps 10 and 15. Tests copy it."""
     place = fault_runs.folder / "killed"
+
     # Rank 1 waits 2 s before it dies, so that the save of step 15 is committed.
     ranks = fault_runs.start(
         place, faults={1: [fault("backward", micro_step(17), "lag and kill")]}
@@ -150,5 +149,5 @@ def killed(fault_runs: FaultRuns) -> Path:
 
 
 @pytest.fixture
-def killed_copy(killed: Path, tmp_path: Path) -> Path:
+def killed_copy(killed: Path, tmp_path) -> Path:
     return copy_run(killed, tmp_path)

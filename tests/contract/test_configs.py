@@ -1,20 +1,18 @@
 """Files under configs/ load and say what they are; every setting is described; locked versions and
 site files of containers agree with the rest."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from launch.planning.configuration import ALL_RUN_TYPES, PAGE, renewed
 from tests.contract.tree import ROOT
+from tests.support.tables import every
 from vitscale.config.command_line import settings_reference
 from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run, load_run_file, run_to_yaml
@@ -29,7 +27,7 @@ def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_configs_load_and_are_read_back(tmp_path: Path) -> None:
+def test_configs_load_and_are_read_back(tmp_path):
     resolved = tmp_path / "config.yaml"
     wrong = {}
     for path in CONFIGS:
@@ -46,7 +44,7 @@ def test_configs_load_and_are_read_back(tmp_path: Path) -> None:
     assert not wrong
 
 
-def test_configs_begin_with_a_run_card() -> None:
+def test_configs_begin_with_a_run_card():
     """The card has all lines of CARD, and its command names it."""
     wrong = {}
     for path in CONFIGS:
@@ -66,7 +64,7 @@ def test_configs_begin_with_a_run_card() -> None:
     assert not wrong
 
 
-def test_every_setting_and_group_has_a_docstring() -> None:
+def test_every_setting_and_group_has_a_docstring():
     entries = [
         each for group in settings_reference(ALL_RUN_TYPES).values() for each in group
     ]
@@ -74,7 +72,7 @@ def test_every_setting_and_group_has_a_docstring() -> None:
     assert not [entry.key for entry in entries if not entry.text]
 
 
-def test_configuration_page_is_up_to_date() -> None:
+def test_configuration_page_is_up_to_date():
     page = PAGE.read_text()
     assert renewed(page) == page, "renew it: python -m launch.planning.configuration"
 
@@ -89,8 +87,9 @@ def _versions(name: str) -> dict[str, str]:
     return {canonicalize_name(package): version for package, version in found}
 
 
-def test_the_lock_has_the_versions_last_tested() -> None:
-    locked, tested = _versions("requirements.lock"), _versions("constraints.txt")
+def test_the_lock_has_the_versions_last_tested():
+    locked = _versions("requirements.lock")
+    tested = _versions("constraints.txt")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {
         canonicalize_name(Requirement(each).name) for each in project["dependencies"]
@@ -102,10 +101,8 @@ def test_the_lock_has_the_versions_last_tested() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["apptainer", "pyxis"])
-def test_the_site_files_of_containers_are_valid(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@every(name="apptainer, pyxis")
+def test_the_site_files_of_containers_are_valid(name, monkeypatch):
     site = f"containers/{name}.yaml"
     monkeypatch.setenv("VITSCALE_SITE", site)
     command = [sys.executable, "launch/slurm.py", "--config", "configs/vit_h14.yaml"]
@@ -116,9 +113,10 @@ def test_the_site_files_of_containers_are_valid(
         text=True,
         check=True,
     ).stdout
-    assert f"{site}:3" in shown and "/images/vitscale.s" in shown
+    assert f"{site}:3" in shown
+    assert "/images/vitscale.s" in shown
 
 
-def test_the_docs_show_the_site_file_of_apptainer() -> None:
+def test_the_docs_show_the_site_file_of_apptainer():
     _, _, settings = (ROOT / "containers/apptainer.yaml").read_text().partition("\n")
     assert settings in (ROOT / "docs/containers.md").read_text()

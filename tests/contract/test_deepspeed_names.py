@@ -4,16 +4,13 @@ They may change in any release, so another version fails here: look each name up
 then change `DEEPSPEED` in vitscale/engine/deepspeed_parts.py and the requirement in pyproject.toml.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
-
 from tests.contract.tree import ROOT
+from tests.support.tables import every
 from vitscale.engine.deepspeed_parts import DEEPSPEED, LOSS_SCALER
 
 FILE = ROOT / "vitscale/engine/deepspeed_parts.py"
@@ -82,17 +79,17 @@ def used_names() -> set[str]:
     return names - PUBLIC - OBJECTS.intersection({"_wrapper", "_engine"})
 
 
-def test_every_private_name_is_listed() -> None:
+def test_every_private_name_is_listed():
     assert used_names() == PRIVATE.keys() - {*LOSS_SCALER}
 
 
-@pytest.mark.parametrize("name", PRIVATE)
-def test_deepspeed_defines_the_name(name: str) -> None:
+@every(name=PRIVATE)
+def test_deepspeed_defines_the_name(name):
     spec = importlib.util.find_spec("deepspeed")
-    assert spec is not None and spec.origin is not None
+    assert spec.origin is not None
     assert name in (Path(spec.origin).parent / PRIVATE[name]).read_text()
 
 
-def test_the_names_were_checked_in_the_installed_release() -> None:
+def test_the_names_were_checked_in_the_installed_release():
     assert version("deepspeed") == DEEPSPEED
     assert f'"deepspeed=={DEEPSPEED}"' in (ROOT / "pyproject.toml").read_text()

@@ -1,7 +1,5 @@
 """Hold the documentation to the tree: the paths, links and metrics that it names exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -49,7 +47,7 @@ EXTERNAL = set(
 
 def _tracked() -> set[str]:
     """Every file and folder of the tree that git knows or would add."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    command = "git ls-files --cached --others --exclude-standard".split()
     names = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -76,14 +74,15 @@ def _is_known(path: str, tracked: set[str]) -> bool:
     return path in tracked or any(known.endswith(f"/{path}") for known in tracked)
 
 
-def test_paths_named_in_docs_exist() -> None:
+def test_paths_named_in_docs_exist():
     tracked = _tracked()
     folders = {path for path in tracked if (ROOT / path).is_dir() and "/" not in path}
     names = {Path(path).name for path in tracked} | EXTERNAL
     wrong = []
     for page in PAGES + CARDS:
         for number, line in enumerate(page.read_text().splitlines(), start=1):
-            where, text = f"{page.relative_to(ROOT)}:{number}", URL.sub("", line)
+            where = f"{page.relative_to(ROOT)}:{number}"
+            text = URL.sub("", line)
             paths = [path.rstrip("/.") for path in PATH.findall(text)]
             wrong += [
                 f"{where}: {path}"
@@ -100,7 +99,7 @@ def test_paths_named_in_docs_exist() -> None:
     assert not wrong
 
 
-def test_links_in_docs_lead_somewhere() -> None:
+def test_links_in_docs_lead_somewhere():
     wrong = []
     for page in PAGES:
         for link in LINK.findall(page.read_text()):
@@ -113,7 +112,7 @@ def test_links_in_docs_lead_somewhere() -> None:
     assert not wrong
 
 
-def test_lists_begin_after_a_blank_line() -> None:
+def test_lists_begin_after_a_blank_line():
     """GitHub shows other lists too; the site does not, nor blocks in lists indented by two."""
     wrong = []
     for page in PAGES:
@@ -130,11 +129,11 @@ def test_lists_begin_after_a_blank_line() -> None:
     assert not wrong
 
 
-def test_the_docs_list_every_metric() -> None:
+def test_the_docs_list_every_metric():
     pages = [(ROOT / f"docs/{page}.md").read_text() for page in METRIC_PAGES]
     names = re.findall(r"`([^` ]+)`", "\n".join(pages))
     documented = {name for name in names if METRIC.fullmatch(name)}
-    logged: set[str] = set()
+    logged = set()
     for folder in LOGGING:
         for path in (ROOT / folder).rglob("*.py"):
             logged |= set(_metrics_in(path))
@@ -149,7 +148,7 @@ def _metrics_in(path: Path) -> Iterator[str]:
         if "evaluation" not in path.parts:
             continue
 
-        keys: list[ast.expr | None] = []
+        keys = []
         is_metrics = isinstance(node, ast.AnnAssign) and "metrics" in ast.dump(node)
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "metrics":
             keys = [node.slice]

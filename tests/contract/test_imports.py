@@ -3,8 +3,6 @@
 Who may import what is in pyproject.toml: `[tool.importlinter]`; what would fork: `[tool.ruff]`.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re
@@ -14,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from tests.contract.tree import ROOT, imports_of, module_files, parsed, scripts
 
 
-def test_package_files_are_empty() -> None:
+def test_package_files_are_empty():
     """But for one, which sets the environment first, and imports what it offers when asked for."""
     filled = [
         m
@@ -22,10 +20,11 @@ def test_package_files_are_empty() -> None:
         if p.name == "__init__.py" and parsed(p).body
     ]
     allowed = {"os", "typing", "vitscale.evaluation.api"}
-    assert filled == ["vitscale"] and not imports_of("vitscale") - allowed
+    assert filled == ["vitscale"]
+    assert not imports_of("vitscale") - allowed
 
 
-def test_the_reference_of_trainings_imports_nothing_of_the_product() -> None:
+def test_the_reference_of_trainings_imports_nothing_of_the_product():
     """Nor of DeepSpeed: what both shared would be wrong in both."""
     imported = set()
     for name in ("reference_training", "reference_losses"):
@@ -33,7 +32,8 @@ def test_the_reference_of_trainings_imports_nothing_of_the_product() -> None:
             if isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                assert node.module and node.level == 0
+                assert node.module
+                assert node.level == 0
                 imported.add(node.module)
     others = {
         name for name in imported if name.split(".")[0] not in sys.stdlib_module_names
@@ -42,15 +42,16 @@ def test_the_reference_of_trainings_imports_nothing_of_the_product() -> None:
     assert others == torch_alone | {"tests.support.reference_training"}
 
 
-def test_nobody_imports_a_script() -> None:
+def test_nobody_imports_a_script():
     assert not {
         m: found for m in module_files() if (found := imports_of(m) & scripts())
     }
 
 
-def test_pillow_is_told_which_formats_to_open() -> None:
+def test_pillow_is_told_which_formats_to_open():
     """Its other parsers, some of which start programs, never see untrusted bytes."""
-    files, opened = [*module_files().values(), *(ROOT / "benchmarks").rglob("*.py")], 0
+    files = [*module_files().values(), *(ROOT / "benchmarks").rglob("*.py")]
+    opened = 0
     for node in itertools.chain.from_iterable(ast.walk(parsed(path)) for path in files):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Image.open":
             opened += 1
@@ -65,7 +66,7 @@ COMMAND = re.compile(
 A_PLACE = re.compile(r"\b_?(path|folder|file|uri|output|root)\b")
 
 
-def test_places_in_printed_commands_are_quoted() -> None:
+def test_places_in_printed_commands_are_quoted():
     """A run folder may have spaces, and names that a shell would take apart."""
     quoted = 0
     for path in module_files().values():
@@ -93,13 +94,13 @@ COLLECTIVES = set(
 PLANNED = {"vitscale/distributed/world.py: process_group"}
 
 
-def test_no_collective_runs_while_an_error_unwinds() -> None:
+def test_no_collective_runs_while_an_error_unwinds():
     """The other ranks may be in another collective: both would wait.
 
     Clean-up is what `finally`, `__exit__`, `__del__` and handlers of any error run, and the
     functions of a name that only one function has.
     """
-    functions: dict[str, list[tuple[str, ast.FunctionDef]]] = {}
+    functions = {}
     for path in module_files().values():
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):
@@ -111,7 +112,8 @@ def test_no_collective_runs_while_an_error_unwinds() -> None:
         for name, found in functions.items()
         if not found[1:]
     }
-    collective, num_known = set(COLLECTIVES), 0
+    collective = set(COLLECTIVES)
+    num_known = 0
     while len(collective) > num_known:
         num_known = len(collective)
         collective |= {name for name, called in alone.items() if called & collective}

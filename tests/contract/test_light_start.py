@@ -1,16 +1,14 @@
 """`--help` and configuration errors need nothing heavy and come at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from tests.contract.tree import ROOT, imports_of, module_files, scripts
+from tests.support.tables import Values
 from tests.support.waiting import PATIENCE_S
 
 HEAVY = ("torch", "torchvision", "deepspeed", "timm", "mlflow", "webdataset")
@@ -68,7 +66,7 @@ os._exit(0)  # not with the code of the last script
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def started(tmp_path_factory) -> Values:
     """Every script with --help, and those with a configuration with a wrong one."""
     folder = tmp_path_factory.mktemp("started")
     commands = {
@@ -91,13 +89,13 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
     assert sorted(folder.iterdir()) == before, "a script wrote files"
     assert len(found["runs"]) == len(scripts()) + len(WITH_CONFIG)
     return found
 
 
-def test_a_missing_package_is_named() -> None:
+def test_a_missing_package_is_named():
     for script in scripts() - {PAGE, "launch.jobs.after", "vitscale.command"}:
         command = [sys.executable, "-I", "-S", str(module_files()[script])]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -107,13 +105,13 @@ def test_a_missing_package_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_training_imports_no_tracker() -> None:
+def test_training_imports_no_tracker():
     shown = "import sys, vitscale.training.session; print({'mlflow', 'wandb'} & {*sys.modules})"
     words = [sys.executable, "-c", shown]
     assert subprocess.check_output(words, cwd=ROOT, text=True).endswith("set()\n")
 
 
-def test_scripts_start_light(started: dict[str, Any]) -> None:
+def test_scripts_start_light(started):
     heavy = {
         name: run["heavy"] for name, run in started["runs"].items() if run["heavy"]
     }
@@ -121,7 +119,7 @@ def test_scripts_start_light(started: dict[str, Any]) -> None:
     assert len(started["modules"]) < MAX_MODULES
 
 
-def test_help_is_short_and_names_every_group(started: dict[str, Any]) -> None:
+def test_help_is_short_and_names_every_group(started):
     shown = {
         name: run for name, run in started["runs"].items() if name.endswith("--help")
     }
@@ -130,17 +128,14 @@ def test_help_is_short_and_names_every_group(started: dict[str, Any]) -> None:
         for n, run in shown.items()
         if run["code"] or "usage" not in run["output"].lower()
     ]
-    for script in (
-        "pretrain.main",
-        "finetune.main",
-        "launch.slurm",
-        "data_prep.make_shards",
-    ):
+    for (
+        script
+    ) in "pretrain.main finetune.main launch.slurm data_prep.make_shards".split():
         output = shown[f"{script} --help"]["output"]
         assert len(output.splitlines()) <= 45 and "\n  launch  " in output, output
 
 
-def test_configuration_errors_are_reported(started: dict[str, Any]) -> None:
+def test_configuration_errors_are_reported(started):
     parts = (".yaml:2: no_such_key", ".yaml:3: seed", "'lr.' is not a key")
     wrong = {
         name: run
@@ -151,9 +146,7 @@ def test_configuration_errors_are_reported(started: dict[str, Any]) -> None:
     assert not wrong
 
 
-def test_no_script_ends_without_its_error_where_rank_is_set(
-    started: dict[str, Any],
-) -> None:
+def test_no_script_ends_without_its_error_where_rank_is_set(started):
     assert len(started["ranks"]) == len(WITH_CONFIG)
     for name, run in started["ranks"].items():
         assert run["code"] == 2 and ".yaml:2: no_such_key" in run["output"], name

@@ -1,7 +1,5 @@
 """The tree as the contract tests see it: files, modules, imports. Nothing of it is imported."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

@@ -4,8 +4,6 @@ Elsewhere these tests are skipped, also under VITSCALE_REQUIRE_ALL=1: the machin
 a merge has no GPU.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from unittest import mock
@@ -28,7 +26,9 @@ def device() -> str:
 def world(device: str) -> Iterator[World]:
     with (
         mock.patch.dict(os.environ),
-        process_group(device=device, timeout_min=5, num_threads=1) as joined,  # type: ignore[arg-type]  # a literal
+        process_group(
+            device=device, timeout_min=5, num_threads=1
+        ) as joined,  # a literal
     ):
         start_afresh(joined.device)
         yield joined

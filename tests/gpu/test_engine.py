@@ -1,10 +1,7 @@
 """The engine on a GPU beside the reference trainer, plain kernels, and the dry run's memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +21,7 @@ from tests.support.engine.reference_cases import (
     train_reference,
 )
 from tests.support.reference_training import Machine
+from tests.support.tables import every
 from vitscale.checkpoint.store import CheckpointStore, read_tensors
 from vitscale.data.loader import Batch
 from vitscale.distributed.processes import free_port
@@ -41,7 +39,7 @@ SMALL |= {"mlp_width": 192, "num_classes": 10}
 LONG = 3_000_000_000
 
 
-def task(world: World, *, batch: int = 32, model: Any = SMALL, **sections: Any) -> Task:
+def task(world: World, *, batch: int = 32, model=SMALL, **sections) -> Task:
     """A training on random images; `engine`: its precision and whether it is compiled."""
     engine = {"device": world.device.type, "compile": False, "max_micro_batch": batch}
     values = {
@@ -82,6 +80,7 @@ def reference_cases() -> Iterator[Any]:
             chosen.append((replace(alone, precision="fp32"), True))
         for variant, compiled in chosen:
             name = name_of(task_name, variant) + ", compiled" * compiled
+
             # A GPU draws other random numbers.
             if name not in seen and task_name != "drop path":
                 seen.add(name)
@@ -90,8 +89,8 @@ def reference_cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("task_name", "machine", "compiled"), reference_cases())
 def test_a_training_is_that_of_the_reference(
-    world: World, task_name: str, machine: Machine, compiled: bool
-) -> None:
+    world: World, task_name, machine: Machine, compiled
+):
     training = Training(task_name, machine, world, compiled=compiled)
     training.train(STEPS)
     ours = training.finish()
@@ -102,10 +101,10 @@ def test_a_training_is_that_of_the_reference(
         assert ours.losses != pytest.approx(exact.losses, rel=EXACT), "computed in fp32"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@every(stage="0, 1, 3")
 def test_a_save_waits_for_no_kernel_and_moves_bit_for_bit(
-    world: World, tmp_path: Path, stage: int
-) -> None:
+    world: World, tmp_path, stage
+):
     """What a resumed training computes from the same bits may differ in the last ones."""
     first, second = (EngineLoop(task(world, **BF16), world, stage=stage) for _ in "ab")
     losses(first, 0, 3)
@@ -134,7 +133,7 @@ def test_a_save_waits_for_no_kernel_and_moves_bit_for_bit(
         assert store._host_copy._buffer.is_pinned()
         store.wait()
         checkpoint, _ = store.newest()
-    assert checkpoint is not None and checkpoint.step == 4
+    assert checkpoint.step == 4
     stored = read_tensors(checkpoint.files)
     restore_engine(second.engine, checkpoint)
     state = second.engine.export_state()
@@ -148,7 +147,7 @@ def test_a_save_waits_for_no_kernel_and_moves_bit_for_bit(
         loop.engine.close()
 
 
-def test_peak_memory_is_that_of_the_dry_run(world: World) -> None:
+def test_peak_memory_is_that_of_the_dry_run(world: World):
     """Of B/16 in bf16, compiled, within 10 %; docs/benchmarks.md has larger models."""
     chosen = {"preset": "B/16", "num_classes": 1000}
     loop = EngineLoop(task(world, batch=128, model=chosen, **COMPILED), world)
@@ -165,9 +164,7 @@ def test_peak_memory_is_that_of_the_dry_run(world: World) -> None:
     loop.engine.close()
 
 
-def test_a_task_that_sees_one_gpu_uses_it(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_sees_one_gpu_uses_it(device, monkeypatch):
     """As number 0, also as its node's second rank; DeepSpeed takes LOCAL_RANK for the number."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     place |= {
@@ -177,7 +174,9 @@ def test_a_task_that_sees_one_gpu_uses_it(
     }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    with process_group(device=device, timeout_min=5, num_threads=1) as world:  # type: ignore[arg-type]  # a literal
+    with process_group(
+        device=device, timeout_min=5, num_threads=1
+    ) as world:  # a literal
         for stage in (0, 1, 3):
             loop = EngineLoop(task(world), world, stage=stage)
             losses(loop, 0, 2)
@@ -193,7 +192,7 @@ KERNELS = (
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_attention_kernels_equal_the_formula(device: str, kernel: SDPBackend) -> None:
+def test_attention_kernels_equal_the_formula(device, kernel: SDPBackend):
     """Features and gradients in bf16, beside fp32 without a fused kernel."""
     arch = ViTSettings.model_validate(SMALL).resolved(num_classes=10)
     images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(
@@ -215,11 +214,13 @@ def test_attention_kernels_equal_the_formula(device: str, kernel: SDPBackend) ->
         assert 0 < (half - exact).norm() < 0.05 * exact.norm()
 
 
-def test_batches_are_copied_beside_the_kernels_and_stay_until_used(device: str) -> None:
-    is_pinned, sums, copied = device == "cuda", [], list[torch.cuda.Event]()
+def test_batches_are_copied_beside_the_kernels_and_stay_until_used(device):
+    is_pinned = device == "cuda"
+    sums = []
+    copied = []
 
     class Slow(Batch):
-        def to(self, device: torch.device) -> Batch:
+        def to(self, device):
             torch.cuda._sleep(LONG // 1000)
             found = super().to(device)
             copied.append(torch.cuda.Event(enable_timing=True))

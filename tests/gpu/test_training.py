@@ -1,7 +1,5 @@
 """Trainings on a GPU as their users start them, and what their steps wait for."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -13,6 +11,7 @@ import pytest
 import yaml
 
 from tests.support.runs import TRAININGS, journal
+from tests.support.tables import every
 from tests.support.waiting import PATIENCE_S, ROOT
 
 # A script in which it is an error when the host waits for the GPU, from the third step to the one
@@ -37,7 +36,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def start(script: str, folder: Path, *words: str, before: tuple[str, ...] = ()) -> str:
     """Run a script as its user does; returns its output. before: what Python gets before it."""
-    config: tuple[str, ...] = ()
+    config = ()
     if script in TRAININGS:
         (folder / "tiny.yaml").write_text(yaml.safe_dump(TRAININGS[script]))
         config = (
@@ -57,8 +56,8 @@ def start(script: str, folder: Path, *words: str, before: tuple[str, ...] = ()) 
     return done.stdout
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_no_step_waits_for_the_device(device: str, tmp_path: Path, stage: int) -> None:
+@every(stage="0, 1")
+def test_no_step_waits_for_the_device(device, tmp_path, stage):
     """With loader, mixing, clipping and an average; DeepSpeed's own code waits at ZeRO 2 and 3."""
     words = (
         f"engine.device={device}",
@@ -74,20 +73,20 @@ def test_no_step_waits_for_the_device(device: str, tmp_path: Path, stage: int) -
     assert f"; {device}, bfloat16, ZeRO {stage}" in said
 
 
-def test_a_model_is_trained_resumed_finetuned_and_evaluated(
-    device: str, tmp_path: Path
-) -> None:
+def test_a_model_is_trained_resumed_finetuned_and_evaluated(device, tmp_path):
     on = f"engine.device={device}"
     start("pretrain/main.py", tmp_path, on, "output=whole", "checkpoint.every_steps=10")
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     shutil.rmtree(tmp_path / "again/checkpoints/step-00000020")
     said = start("pretrain/main.py", tmp_path, on, "output=again")
-    assert f"; {device}, " in said and "resuming again at step 10" in said
+    assert f"; {device}, " in said
+    assert "resuming again at step 10" in said
     whole, again = (
         journal(tmp_path / name, "train/loss")["train/loss"]
         for name in ("whole", "again")
     )
-    assert len(again) == 20 and again == pytest.approx(whole, rel=1e-3)
+    assert len(again) == 20
+    assert again == pytest.approx(whole, rel=1e-3)
     start(
         "finetune/main.py",
         tmp_path,

@@ -3,8 +3,6 @@
 The accuracy of the full demo in the README is measured by hand.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -18,8 +16,8 @@ import pytest
 
 from launch.demo import folder_of_classes, link_some, name_of
 from tests.contract.tree import PACKAGES
+from tests.support.tables import refused
 from tests.support.waiting import ROOT
-from vitscale.config.errors import UserError
 
 # What a job of this wheel imports, as it lies in a checkout.
 LIST_SNAPSHOT = (
@@ -56,7 +54,7 @@ def installed_wheel(folder: Path) -> tuple[Path, Path]:
         shutil.copytree(
             ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so")
         )
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in "pyproject.toml setup.py README.md LICENSE".split():
         shutil.copy(ROOT / name, source / name)
     subprocess.run([sys.executable, "-c", BUILD_SDIST], cwd=source, check=True)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -64,10 +62,8 @@ def installed_wheel(folder: Path) -> tuple[Path, Path]:
     build = [*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", folder]
     subprocess.run([*build, *folder.glob("*.tar.gz")], check=True)
     [wheel] = folder.glob("*.whl")
-    venv, site = (
-        folder / "venv",
-        f"lib/python{sysconfig.get_python_version()}/site-packages",
-    )
+    venv = folder / "venv"
+    site = f"lib/python{sysconfig.get_python_version()}/site-packages"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     python = venv / "bin/python"
     subprocess.run([*pip, "--python", python, "install", *offline, wheel], check=True)
@@ -78,9 +74,7 @@ def installed_wheel(folder: Path) -> tuple[Path, Path]:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1500)
-def test_the_demo_of_a_wheel_learns_and_transfers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_of_a_wheel_learns_and_transfers(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "build").mkdir()
@@ -97,10 +91,8 @@ def test_the_demo_of_a_wheel_learns_and_transfers(
     )
     names = set(listed.splitlines())
     assert {"vitscale/command.py", "pretrain/main.py", "configs/vit_b16.yaml"} <= names
-    assert (
-        any(name.endswith("/_region.abi3.so") for name in names)
-        and "_app" not in listed
-    )
+    assert any(name.endswith("/_region.abi3.so") for name in names)
+    assert "_app" not in listed
     for stage in ("pretrain", "finetune"):
         shorten(package / f"_app/configs/demo/{stage}.yaml")
     finished = subprocess.run(
@@ -112,18 +104,19 @@ def test_the_demo_of_a_wheel_learns_and_transfers(
         final_top1(runs / f"demo-{part}")
         for part in ("pretrain", "finetune", "scratch")
     )
+
     # Measured once: 29.6, 42.9 and 31.2 %; one class of 53 is 1.9 %.
     assert pretrained >= 0.2
-    assert finetuned >= pretrained + 0.05 and finetuned >= scratch + 0.05
-    assert (
-        f"{finetuned:.2%}" in finished.stdout
-        and f"Made in {tmp_path}:" in finished.stdout
-    )
+    assert finetuned >= pretrained + 0.05
+    assert finetuned >= scratch + 0.05
+    assert f"{finetuned:.2%}" in finished.stdout
+    assert f"Made in {tmp_path}:" in finished.stdout
     report = (runs / "demo/report.html").read_text()
-    assert "demo-finetune" in report and "data:image/png;base64" in report
+    assert "demo-finetune" in report
+    assert "data:image/png;base64" in report
 
 
-def test_at_most_200_images_of_each_class_are_taken(tmp_path: Path) -> None:
+def test_at_most_200_images_of_each_class_are_taken(tmp_path):
     for name, num in (("cat", 450), ("dog", 3), (".cache", 2)):
         (tmp_path / "in" / name / "sub").mkdir(parents=True)
         for number in range(num):
@@ -136,20 +129,20 @@ def test_at_most_200_images_of_each_class_are_taken(tmp_path: Path) -> None:
             for path in (tmp_path / "out").iterdir()
         }
         assert taken == {"cat": 150, "dog": 3}
-    with pytest.raises(UserError, match="no class folders with images"):
+    with refused("no class folders with images"):
         link_some(tmp_path / "in/cat/sub", tmp_path / "out")
 
 
-def test_folders_of_one_name_are_different_demos(tmp_path: Path) -> None:
+def test_folders_of_one_name_are_different_demos(tmp_path):
     folders = [tmp_path / "a/photos", tmp_path / "b/photos", tmp_path / "b/photos!"]
     names = {name_of(folder) for folder in folders}
-    assert len(names) == 3 and all(name.startswith("demo-photos-") for name in names)
-    assert name_of(None) == "demo" and len(name_of(tmp_path / ("x" * 200))) < 100
+    assert len(names) == 3
+    assert all(name.startswith("demo-photos-") for name in names)
+    assert name_of(None) == "demo"
+    assert len(name_of(tmp_path / ("x" * 200))) < 100
 
 
-def test_the_demo_takes_classes_and_not_splits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_takes_classes_and_not_splits(tmp_path, capsys):
     for split in ("Train", "val"):
         for name in ("cat", "dog"):
             (tmp_path / "in" / split / name).mkdir(parents=True)
@@ -157,7 +150,5 @@ def test_the_demo_takes_classes_and_not_splits(
     assert "takes images of train alone" in capsys.readouterr().out
     assert folder_of_classes(tmp_path / "in/Train") == tmp_path / "in/Train"
     (tmp_path / "in/preview").mkdir()
-    with pytest.raises(
-        UserError, match="DATA=.*named like splits.*(.|\n)*such as .*/in/train"
-    ):
+    with refused("DATA=.*named like splits.*(.|\n)*such as .*/in/train"):
         folder_of_classes(tmp_path / "in")

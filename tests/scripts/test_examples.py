@@ -1,16 +1,14 @@
 """Notebooks and benchmarks run from end to end, and leave nothing behind."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.support.tables import every
 from tests.support.waiting import PATIENCE_S, ROOT
 
 FOLDER = ROOT / "docs/notebooks"
@@ -28,7 +26,7 @@ COMMANDS = {
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
-def test_the_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebooks_run(tmp_path, monkeypatch):
     """From top to bottom, one after the other, in a folder without a checkout."""
     monkeypatch.setenv("STEPS", "100")
     for name, num_pictures in NOTEBOOKS.items():
@@ -49,8 +47,8 @@ def test_the_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("command", COMMANDS)
-def test_benchmark_runs(tmp_path: Path, command: str) -> None:
+@every(command=COMMANDS)
+def test_benchmark_runs(tmp_path, command):
     script, *options = command.split()
     results = tmp_path / "results.json"
     done = subprocess.run(

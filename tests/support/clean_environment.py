@@ -3,12 +3,9 @@
 Owns: which variables stay; signals, permissions and limits of this process and its children.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
-from typing import Any
 
 # What programs need to be found and to reach the network; what configures pytest and its plugins;
 # which GPU, compiler and package index to use. Everything else may name a job, a server, a language
@@ -40,6 +37,7 @@ def clean_environment() -> None:
         if name.upper() not in KEPT and not name.startswith(KEPT_PREFIXES):
             del os.environ[name]
     os.environ.update(SET)
+
     # Servers of tests are on this machine.
     local = [os.environ.get("NO_PROXY", ""), "127.0.0.1", "localhost"]
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, local))
@@ -67,5 +65,5 @@ def restore_signals() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def go_on(*_: Any) -> None:
+def go_on(*_) -> None:
     """Handle a signal that this process ignores."""

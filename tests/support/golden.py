@@ -4,8 +4,6 @@
 All of them together stay under 1 MB.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -29,7 +27,7 @@ class Golden:
             self._write(name, found)
         assert found == (FOLDER / name).read_text()
 
-    def json(self, name: str, found: Any, *, rel: float = 0.0) -> None:
+    def json(self, name: str, found, *, rel: float = 0.0) -> None:
         """Compare JSON values; numbers that are no integers may differ by `rel`."""
         if self.renew:
             self._write(name, json.dumps(found, indent=1) + "\n")
@@ -55,8 +53,10 @@ class Golden:
         path.write_text(text)
 
 
-def differences(found: Any, expected: Any, *, rel: float) -> list[str]:
-    ours, theirs, lines = dict(_leaves(found)), dict(_leaves(expected)), []
+def differences(found, expected, *, rel: float) -> list[str]:
+    ours = dict(_leaves(found))
+    theirs = dict(_leaves(expected))
+    lines = []
     for place in theirs | ours:
         one, other = (each.get(place, "missing") for each in (ours, theirs))
         is_near = rel and isinstance(one, float) and isinstance(other, float)
@@ -65,7 +65,7 @@ def differences(found: Any, expected: Any, *, rel: float) -> list[str]:
     return lines
 
 
-def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(value, place: str = "") -> Iterator[tuple[str, Any]]:
     """Each value that holds no others, with its place."""
     if value and isinstance(value, dict | list):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):

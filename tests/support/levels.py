@@ -1,7 +1,5 @@
 """Which tests run: the level of each case, and what the machine must have."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable
 from typing import Any, NoReturn
@@ -14,9 +12,10 @@ def by_level(
 ) -> list[Any]:
     """Parameters for `pytest.mark.parametrize`: every case that is not named is exhaustive."""
     cases = list(cases)
-    assert {*fast, *slow} <= set(cases) and not {*fast} & {*slow}
+    assert {*fast, *slow} <= set(cases)
+    assert not {*fast} & {*slow}
 
-    def marks(case: Any) -> list[pytest.MarkDecorator]:
+    def marks(case) -> list[pytest.MarkDecorator]:
         if case in fast:
             return []
         return [pytest.mark.slow if case in slow else pytest.mark.exhaustive]

@@ -7,8 +7,6 @@ Run as a program it is one rank that saves one step and stops before its first s
 Exit code 0 means committed, 2 a disk error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Short runs of the loader on any number of ranks and workers, image by image."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -95,7 +93,7 @@ def _digests(batch: Batch) -> list[bytes]:
 
 
 def server_pid() -> int:
-    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # private
+    pid = forkserver._forkserver._forkserver_pid  # private
     return pid
 
 

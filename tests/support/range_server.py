@@ -3,8 +3,6 @@
 Its sub-folders are buckets, too, with as much of S3 and of Google Cloud Storage as reading takes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets
@@ -102,7 +100,7 @@ class _Http(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
-    def handle_error(self, *arguments: object) -> None:
+    def handle_error(self, *arguments) -> None:
         """A client that closes its connection is no error."""
 
 
@@ -111,11 +109,11 @@ class Answering(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *arguments: object) -> None:
+    def log_message(self, *arguments) -> None:
         pass
 
     def do_HEAD(self) -> None:
-        self.do_GET()  # type: ignore[attr-defined]  # of a subclass
+        self.do_GET()  # of a subclass
 
     def answer(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)
@@ -132,6 +130,7 @@ class _Handler(Answering):
     def do_GET(self) -> None:
         asked_for = urlsplit(self.path)
         path = unquote(asked_for.path).lstrip("/")
+
         # Google's paths: storage/v1/b/BUCKET/o/NAME, and download/... for the content.
         google = re.fullmatch(r"(download/)?storage/v1/b/([^/]+)/o/?(.*)", path)
         if google:
@@ -151,20 +150,24 @@ class _Handler(Answering):
         if fault == "slow":
             time.sleep(SLOW_S)
         data = file.read_bytes() if about is None else about
-        status, headers = 200, {"Accept-Ranges": "bytes"}
+        status = 200
+        headers = {"Accept-Ranges": "bytes"}
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if asked and fault != "no_ranges":
-            start, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
+            start = int(asked[1])
+            last = min(int(asked[2]), len(data) - 1)
             if start >= len(data):
                 return self._end(416, b"")
             headers["Content-Range"] = f"bytes {start}-{last}/{len(data)}"
-            status, data = 206, data[start : last + 1]
+            status = 206
+            data = data[start : last + 1]
         if fault == "wrong":
             place = secrets.randbelow(len(data))
             data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
         headers["Content-Length"] = str(len(data))
         if fault == "short":
-            data, self.close_connection = data[: len(data) // 2], True
+            data = data[: len(data) // 2]
+            self.close_connection = True
         self._end(status, data, headers)
 
     def _end(self, status: int, data: bytes, headers: Mapping[str, str] = {}) -> None:

@@ -4,8 +4,6 @@ Each returns a function of the model's forward pass, normalised pixels in fp32 a
 B: images, C: classes, L: patches, K: some patches, P: values of a patch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +16,7 @@ from torch import nn
 from tests.support.reference_training import Loss, Sample
 
 
-def supervised(
-    kind: str = "softmax", smoothing: float = 0.0, share_of: Any = None
-) -> Loss:
+def supervised(kind: str = "softmax", smoothing: float = 0.0, share_of=None) -> Loss:
     """share_of: of a pair of neighbours, what each keeps of itself (Mixup, Zhang et al. 2018)."""
 
     def loss_of(
@@ -117,9 +113,9 @@ def masked_patches(
         inputs = corruption_of(sample.positions)
         logits_BKC = run(pixels, output="objective", **inputs).float()
         patch = sample.images.shape[-1] // math.isqrt(inputs["sources_BN"].shape[1])
-        means = F.avg_pool2d(sample.images.double() / 255, patch).flatten(
-            2
-        )  # [B, 3, L]
+
+        # [B, 3, L].
+        means = F.avg_pool2d(sample.images.double() / 255, patch).flatten(2)
         level_B3L = (means * 8 + 1e-9).floor().clamp(max=7).long()
         color_BL = level_B3L[:, 0] * 64 + level_B3L[:, 1] * 8 + level_B3L[:, 2]
         return F.cross_entropy(logits_BKC.flatten(0, 1),

@@ -6,8 +6,6 @@ Ranks run one after another in one process. Optimisers compute in fp64. Shares w
 the model, the samples, and what is drawn for each (a contract). The losses: `reference_losses`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable
@@ -21,6 +19,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from tests.support.tables import Values
 
 # Takes normalised pixels in fp32 and a function that runs the model on them.
 Loss = Callable[[Callable[..., Any], torch.Tensor, "Sample"], torch.Tensor]
@@ -92,14 +92,14 @@ def train(
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {name: parameter.detach().double() for name, parameter in trained.items()}
-    states: dict[str, dict[str, Any]] = {name: {} for name in masters}
+    states = {name: {} for name in masters}
     result = Result(average={name: value.clone() for name, value in masters.items()})
     size = global_batch // machine.ranks // machine.accumulation
     run = _prepared(model, machine)
     for step in range(recipe.total):
         _set_weights(model, trained, masters, machine)
         losses = []
-        sums: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        sums = {}
         for micro, rank in product(range(machine.accumulation), range(machine.ranks)):
             first = step * global_batch + (micro * machine.ranks + rank) * size
             positions = np.arange(first, first + size)
@@ -148,7 +148,7 @@ def _prepared(model: nn.Module, machine: Machine) -> Callable[..., Any]:
     if rounds_weights:
         model.to(torch.bfloat16)
 
-    def run(pixels: torch.Tensor, **options: Any) -> Any:
+    def run(pixels: torch.Tensor, **options):
         with ExitStack() as stack:
             if machine.in_bf16 and machine.stage == 0:
                 stack.enter_context(torch.autocast("cpu", torch.bfloat16))
@@ -160,7 +160,7 @@ def _prepared(model: nn.Module, machine: Machine) -> Callable[..., Any]:
 
 
 def _rounded_before_bias(
-    x: torch.Tensor, weight: torch.Tensor, bias: Any = None
+    x: torch.Tensor, weight: torch.Tensor, bias=None
 ) -> torch.Tensor:
     """A layer at stage 3, whose kernel frees the weights: DeepSpeed's runtime/zero/linear.py."""
     product = x.matmul(weight.t())
@@ -168,9 +168,7 @@ def _rounded_before_bias(
 
 
 @torch.no_grad()
-def _set_weights(
-    model: nn.Module, trained: Any, masters: Any, machine: Machine
-) -> None:
+def _set_weights(model: nn.Module, trained, masters, machine: Machine) -> None:
     """Round the fp32 weights for the forward pass; the classifier adds what rounding took."""
     for name, parameter in trained.items():
         parameter.copy_(masters[name].float())
@@ -185,9 +183,10 @@ def _set_weights(
                 }
 
 
-def _mean(sums: Any, name: str, machine: Machine) -> torch.Tensor:
+def _mean(sums, name: str, machine: Machine) -> torch.Tensor:
     """Sum over micro-batches in fp32, mean over ranks; sums[micro, rank] are gradients."""
-    micros, ranks = range(machine.accumulation), range(machine.ranks)
+    micros = range(machine.accumulation)
+    ranks = range(machine.ranks)
     is_rounded = (
         machine.in_bf16
         and machine.stage > 0
@@ -239,7 +238,7 @@ def _updated(
     name: str,
     w: torch.Tensor,
     g: torch.Tensor,
-    state: dict[str, Any],
+    state: Values,
     step: int,
     recipe: Recipe,
 ) -> torch.Tensor:
@@ -256,7 +255,8 @@ def _updated(
         return w - rate * state["v"]
 
     # Kingma & Ba 2015, algorithm 1.
-    b1, b2 = 0.9, 0.999
+    b1 = 0.9
+    b2 = 0.999
     state["t"] = t = state.get("t", 0) + 1
     if (
         recipe.optimizer == "adamw bf16 momentum"
@@ -274,7 +274,8 @@ def _updated(
         recipe.optimizer == "lamb"
     ):  # You et al. 2020, algorithm 2; undecayed tensors as in apex
         direction = direction + decay * w
-        size, change = w.norm(), direction.norm()
+        size = w.norm()
+        change = direction.norm()
         ratio = size / change if decay and size > 0 and change > 0 else 1.0
         return w - rate * ratio * direction
 

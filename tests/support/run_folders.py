@@ -1,7 +1,5 @@
 """Folders of runs as a comparison and the state of a run read them, without a training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -4,15 +4,12 @@ Everything is drawn from fixed seeds and computed by one thread, so a run gives 
 each time.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
@@ -21,6 +18,7 @@ from PIL import Image
 from tests.support.golden import FOLDER
 from tests.support.ranks.fault_runs import wait_all, wait_and_end_others
 from tests.support.ranks.warm_ranks import WarmStarter
+from tests.support.tables import Values
 from tests.support.waiting import ROOT
 
 SHARDS = FOLDER / "training/shards"
@@ -28,7 +26,7 @@ OTHER_SHARDS = FOLDER / "training/other_shards"
 CLASSES = ("ant", "bee", "cod")
 
 # Without dropout, whose draws depend on the processor. Two ranks accumulate two micro-batches.
-TINY: dict[str, Any] = yaml.safe_load(
+TINY = yaml.safe_load(
     f"""
     name: tiny
     data: {{path: {SHARDS}, global_batch: 8, num_workers: 0, crop_area: [0.5, 1.0],
@@ -63,14 +61,14 @@ def run(
     folder: Path,
     *arguments: str,
     num_ranks: int = 1,
-    faults: Mapping[int, list[dict[str, Any]]] | None = None,
+    faults: Mapping[int, list[Values]] | None = None,
 ) -> str:
     """Run a script, a training on the tiny configuration in FOLDER/run; returns rank 0's output.
 
     faults: by rank. They end the script; the ranks left 10 s later are killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    command: list[str | Path] = [ROOT / script]
+    command = [ROOT / script]
     if faults:
         command.insert(0, ROOT / "tests/support/ranks/patched_rank.py")
     if script in TRAININGS:
@@ -93,7 +91,7 @@ def run(
 
 def journal(folder: Path, *names: str) -> dict[str, list[float]]:
     """The values of each step in the journal of a run folder, by metric; null: without them."""
-    rows: dict[int, dict[str, Any]] = {}
+    rows = {}
     for line in (folder / "journal.jsonl").read_text().splitlines():
         row = json.loads(line)
         rows.setdefault(row["step"], {}).update(row)
@@ -126,7 +124,8 @@ def _photograph(seed: int, *, colour: int) -> bytes:
     random = np.random.default_rng(seed)
     small = random.integers(0, 180, (4, 5, 3), dtype=np.uint8)
     small[..., colour] += 60
-    width, height = 14 + seed % 7, 12 + seed % 4
+    width = 14 + seed % 7
+    height = 12 + seed % 4
     image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
     file = io.BytesIO()
     image.save(file, format="JPEG", quality=85)

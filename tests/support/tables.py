@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -17,6 +19,33 @@ def rows(text: str) -> pytest.MarkDecorator:
     """Parametrize a test. text: YAML, a list of rows, the first of which names the arguments."""
     names, *cases = yaml.safe_load(text)
     return pytest.mark.parametrize(names, cases)
+
+
+def lines(text: str) -> pytest.MarkDecorator:
+    """Parametrize a test with texts. A line is a case, with "|" between two arguments.
+
+    The first line names the arguments; spaces around "|" and empty lines do not count.
+    """
+    table = [line for line in text.splitlines() if line and not line.startswith("#")]
+    names, *cases = ([cell.strip() for cell in line.split("|")] for line in table)
+    return pytest.mark.parametrize(names, cases)
+
+
+def every(**values: str | Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test with every combination of values: every(kind="run, npz", stage="0, 3").
+
+    values: per argument a list, or the text of one: YAML without its brackets.
+    """
+    choices = {
+        name: yaml.safe_load(f"[{given}]") if isinstance(given, str) else given
+        for name, given in values.items()
+    }
+    if len(choices) == 1:
+        # Not as tuples of one: its cases may be pytest.param.
+        return pytest.mark.parametrize(*choices.popitem())
+    return pytest.mark.parametrize(
+        list(choices), list(itertools.product(*choices.values()))
+    )
 
 
 def words(**values: str) -> pytest.MarkDecorator:

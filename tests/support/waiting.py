@@ -5,8 +5,6 @@ bound how long a failing test hangs. A test that something happens in time compa
 that would happen later.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -5,8 +5,6 @@ if that was committed, with its own tensors. The next save succeeds without manu
 The writer needs no torch (tests/support/light_checkpoints.py): a case takes a tenth of a second.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -24,6 +22,7 @@ import pytest
 from tests.conftest import mounted
 from tests.support.levels import skip_or_fail
 from tests.support.light_checkpoints import LENGTH, light_save
+from tests.support.tables import every
 from tests.support.waiting import PATIENCE_S, ROOT
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.checkpoint.store import read_tensors
@@ -44,13 +43,12 @@ def strace() -> str:
     works = found and subprocess.run([found, "-o", os.devnull, "true"]).returncode == 0
     if not works:
         skip_or_fail("strace is missing or may not trace: apt-get install strace")
-    assert found is not None
     return found
 
 
 def calls_of(log: Path) -> list[str]:
     """Every system call of a watched writer in strace's notation: NAME:when=N."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
     occasions = []
     for name in re.findall(r"^(\w+)\(", log.read_text(), flags=re.MULTILINE):
         counts[name] += 1
@@ -87,7 +85,8 @@ def save_under(strace: str, folder: Path, inject: str | None) -> int:
 def check_recovery(folder: Path, *, promised: bool) -> int:
     """Check the guarantees and return the step found."""
     checkpoint, complaints = newest_checkpoint(folder)
-    assert checkpoint is not None and complaints == []
+    assert checkpoint is not None
+    assert complaints == []
     assert checkpoint.step in ((2,) if promised else (1, 2))
     assert checkpoint.progress == {"n": checkpoint.step}
     assert (
@@ -109,10 +108,8 @@ def fault_at_each(
 ) -> list[tuple[int, int]]:
     """(exit code, step found) with the fault at each of the save's calls, or of those named."""
     watched = tmp_path / "watched"
-    assert (
-        save_under(strace, watched, None) == 0
-        and check_recovery(watched, promised=True) == 2
-    )
+    assert save_under(strace, watched, None) == 0
+    assert check_recovery(watched, promised=True) == 2
     occasions = calls_of(watched.with_suffix(".log"))
     wanted = [each for each in occasions if not calls or each.split(":")[0] in calls]
     found = []
@@ -132,10 +129,8 @@ def some_or_every(stride: int) -> list[Any]:
     return [stride, pytest.param(1, marks=pytest.mark.exhaustive)]
 
 
-@pytest.mark.parametrize("stride", some_or_every(9))
-def test_save_survives_a_kill_at_any_system_call(
-    strace: str, tmp_path: Path, stride: int
-) -> None:
+@every(stride=some_or_every(9))
+def test_save_survives_a_kill_at_any_system_call(strace, tmp_path, stride):
     found = fault_at_each(strace, tmp_path, "signal=KILL", stride=stride)
     assert {code for code, _ in found} == {-9}
     steps = [step for _, step in found]
@@ -144,16 +139,15 @@ def test_save_survives_a_kill_at_any_system_call(
     )
 
 
-@pytest.mark.parametrize("stride", some_or_every(4))
-@pytest.mark.parametrize("fault", ["error=ENOSPC", "error=EIO"])
-def test_save_survives_a_disk_error_at_any_call(
-    strace: str, tmp_path: Path, fault: str, stride: int
-) -> None:
+@every(stride=some_or_every(4))
+@every(fault="error=ENOSPC, error=EIO")
+def test_save_survives_a_disk_error_at_any_call(strace, tmp_path, fault, stride):
     found = fault_at_each(strace, tmp_path, fault, calls=DISK_CALLS, stride=stride)
-    assert {code for code, _ in found} <= {0, 2} and (2, 1) in found
+    assert {code for code, _ in found} <= {0, 2}
+    assert (2, 1) in found
 
 
-def test_save_survives_a_disk_full_at_any_point(tmp_path: Path) -> None:
+def test_save_survives_a_disk_full_at_any_point(tmp_path):
     """Room for zero more pages, for one, and so on, until the save fits."""
     refused = 0
     for room in range(20):
@@ -170,9 +164,11 @@ def test_save_survives_a_disk_full_at_any_point(tmp_path: Path) -> None:
                 fits = True
             except UserError as error:
                 assert "cannot be written (No space left on device)" in str(error)
-                refused, fits = refused + 1, False
+                refused += 1
+                fits = False
             subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
             check_recovery(disk / "run", promised=fits)
         if fits:
             break
-    assert fits and refused >= 2
+    assert fits
+    assert refused >= 2

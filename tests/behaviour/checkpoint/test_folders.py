@@ -1,7 +1,5 @@
 """Verification: a committed folder is read unchanged or refused."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -12,11 +10,9 @@ import pytest
 
 from tests.support.light_checkpoints import flip, light_save, tensor_file
 from tests.support.ranks.thread_ranks import run_ranks
-from tests.support.tables import refused, words
+from tests.support.tables import every, refused
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
-    Checkpoint,
-    Gather,
     manifest_text,
     newest_checkpoint,
     read_checkpoint,
@@ -25,7 +21,8 @@ from vitscale.checkpoint.folders import (
 from vitscale.config.errors import StorageError, UserError
 from vitscale.distributed import atomic_files
 
-RANK_FILE, MANIFEST = "rank-00000.safetensors", "manifest.json"
+RANK_FILE = "rank-00000.safetensors"
+MANIFEST = "manifest.json"
 
 
 def save(tmp_path: Path, step: int) -> Path:
@@ -70,10 +67,8 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("damage", ["bit flipped", *DAMAGE])
-def test_damaged_newest_falls_back_to_the_one_before(
-    tmp_path: Path, damage: str
-) -> None:
+@every(damage=["bit flipped", *DAMAGE])
+def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage):
     """Without one, the run is refused: starting over would overwrite what may become readable."""
     checkpoints = tmp_path / "checkpoints"
     assert newest_checkpoint(checkpoints) == (None, [])
@@ -82,56 +77,59 @@ def test_damaged_newest_falls_back_to_the_one_before(
     save(tmp_path, 1)
     damaged(damage, save(tmp_path, 2))
     checkpoint, complaints = newest_checkpoint(checkpoints)
-    assert checkpoint is not None and checkpoint.step == 1
-    assert len(complaints) == 1 and "skipping damaged checkpoint" in complaints[0]
+    assert checkpoint.step == 1
+    assert len(complaints) == 1
+    assert "skipping damaged checkpoint" in complaints[0]
     assert "next:" not in complaints[0]  # the older one is taken without being asked
     (checkpoints / "step-00000001").rename(tmp_path / "away")
     before = content(checkpoints)
     with refused("holds checkpoints, but none that can be read") as caught:
         newest_checkpoint(checkpoints)
-    assert "step-00000002" in caught.value.what and "start over" in str(
-        caught.value.next_step
-    )
+    assert "step-00000002" in caught.value.what
+    assert "start over" in str(caught.value.next_step)
     assert content(checkpoints) == before
+
     # The run resumes from step 1 and commits step 2 again, over the damaged folder.
     (tmp_path / "away").rename(checkpoints / "step-00000001")
     save(tmp_path, 2)
     checkpoint, complaints = newest_checkpoint(checkpoints)
-    assert checkpoint is not None and checkpoint.step == 2 and complaints == []
+    assert checkpoint.step == 2
+    assert complaints == []
 
 
-def test_an_outage_of_storage_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_outage_of_storage_is_no_damage(tmp_path, monkeypatch):
     """A file that cannot be read for a moment is read again; no older step replaces it."""
     for step in (1, 2):
         save(tmp_path, step)
-    left, read = [1], folders.blake3_of_file
+    left = [1]
+    read = folders.blake3_of_file
 
-    def fail(path: Path, **options: bool) -> str:
+    def fail(path, **options):
         left[0] -= 1
         if left[0] >= 0:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
         return read(path, **options)
 
     monkeypatch.setattr(folders, "blake3_of_file", fail)
-    pauses: list[float] = []
+    pauses = []
     monkeypatch.setattr(atomic_files.time, "sleep", pauses.append)
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
-    assert checkpoint is not None and checkpoint.step == 2 and complaints == []
+    assert checkpoint.step == 2
+    assert complaints == []
     left[0] = 100
     with pytest.raises(StorageError, match=r"cannot be read \(Stale file handle\)"):
         newest_checkpoint(tmp_path / "checkpoints")
     assert pauses[-3:] == [0.5, 1.0, 2.0]
 
 
-def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
+def test_any_flipped_bit_is_detected(tmp_path):
     """Each byte in turn with one bit flipped: refused, or (white space) read unchanged."""
     folder = save(tmp_path, 1)
     undamaged = read_checkpoint(folder)
     for name in (RANK_FILE, MANIFEST):
         path = folder / name
-        data, survived = path.read_bytes(), 0
+        data = path.read_bytes()
+        survived = 0
         for position in range(len(data)):
             flip(path, position, bit=position % 8)
             try:
@@ -143,10 +141,8 @@ def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
         assert survived < (1 if name == RANK_FILE else data.count(b" ") + 5)
 
 
-@words(name="../outside.safetensors /outside.safetensors .. data.pt")
-def test_manifest_lists_tensor_files_of_its_folder_only(
-    tmp_path: Path, name: str
-) -> None:
+@every(name="../outside.safetensors, /outside.safetensors, .., data.pt")
+def test_manifest_lists_tensor_files_of_its_folder_only(tmp_path, name):
     folder = save(tmp_path, 1)
     (folder.parent / "outside.safetensors").write_bytes(tensor_file(1))
     files = {name: json.loads((folder / MANIFEST).read_text())["files"][RANK_FILE]}
@@ -157,7 +153,7 @@ def test_manifest_lists_tensor_files_of_its_folder_only(
         read_checkpoint(folder)
 
 
-def test_retention_counts_whole_earlier_steps_alone(tmp_path: Path) -> None:
+def test_retention_counts_whole_earlier_steps_alone(tmp_path):
     """The run resumes from before damaged steps: counting them would drop what it commits."""
     for step, damage in (
         (1, None),
@@ -171,17 +167,18 @@ def test_retention_counts_whole_earlier_steps_alone(tmp_path: Path) -> None:
     light_save(folder.parent, step=3, keep=2)
     assert [path.name[-1] for path in sorted(folder.parent.iterdir())] == [*"1345"]
     checkpoint, complaints = newest_checkpoint(folder.parent)
-    assert checkpoint is not None and checkpoint.step == 3 and len(complaints) == 2
+    assert checkpoint.step == 3
+    assert len(complaints) == 2
 
 
-def test_files_are_verified_from_disk_before_the_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_verified_from_disk_before_the_commit(tmp_path, monkeypatch):
     """The page cache would return what was written, not what the disk holds."""
-    dropped: list[Path] = []
+    dropped = []
 
-    def advise(fd: int, start: int, length: int, advice: int) -> None:
-        assert (start, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
+    def advise(fd, start, length, advice):
+        assert start == 0
+        assert length == 0
+        assert advice == os.POSIX_FADV_DONTNEED
         dropped.append(Path(os.readlink(f"/proc/self/fd/{fd}")))
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
@@ -190,11 +187,11 @@ def test_files_are_verified_from_disk_before_the_commit(
     assert dropped[0].parent.name.startswith(".step-00000001."), "not committed yet"
 
 
-@pytest.mark.parametrize("num_damaged", [1, 2])
-def test_ranks_share_the_verification_and_agree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_damaged: int
-) -> None:
-    checkpoints, num_ranks, hashed = tmp_path / "checkpoints", 5, list[Path]()
+@every(num_damaged="1, 2")
+def test_ranks_share_the_verification_and_agree(tmp_path, monkeypatch, num_damaged):
+    checkpoints = tmp_path / "checkpoints"
+    num_ranks = 5
+    hashed = []
     for step in (1, 2):
         run_ranks(
             num_ranks,
@@ -211,7 +208,7 @@ def test_ranks_share_the_verification_and_agree(
         lambda path, **o: hashed.append(path) or blake3_of_file(path),
     )
 
-    def read(rank: int, gather: Gather) -> tuple[Checkpoint | None, list[str]] | str:
+    def read(rank, gather):
         try:
             return newest_checkpoint(
                 checkpoints, rank=rank, world_size=num_ranks, gather=gather
@@ -224,9 +221,7 @@ def test_ranks_share_the_verification_and_agree(
     assert len(set(hashed)) == len(hashed) == 2 * num_ranks - num_damaged
     if num_damaged == 1:
         checkpoint, complaints = found[0]
-        assert (
-            checkpoint.step == 1
-            and "step-00000002/rank-00003.safetensors" in complaints[0]
-        )
+        assert checkpoint.step == 1
+        assert "step-00000002/rank-00003.safetensors" in complaints[0]
     else:
         assert "none that can be read" in found[0]

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support.light_checkpoints import light_save
+from tests.support.tables import every
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.config.errors import UserError
@@ -43,8 +44,9 @@ class DiskModel:
     """The tree below one real folder, changed by recorded calls."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.top = root, Node(True)
-        self.files: dict[int, Node] = {}
+        self.root = root
+        self.top = Node(True)
+        self.files = {}
 
     def node(self, path: str | Path) -> Node:
         found = self.top
@@ -55,7 +57,7 @@ class DiskModel:
     def place(self, path: str | Path) -> tuple[dict[str, Node], str]:
         return self.node(Path(path).parent).names, Path(path).name
 
-    def apply(self, call: str, result: Any, *arguments: Any) -> None:
+    def apply(self, call: str, result, *arguments) -> None:
         match call, arguments:
             case "open", (path, flags, *_):
                 names, name = (
@@ -68,10 +70,8 @@ class DiskModel:
                 self.files[fd].content += data
             case "fsync", (fd,):
                 node = self.files[fd]
-                node.durable_content, node.durable_names = (
-                    node.content,
-                    dict(node.names),
-                )
+                node.durable_content = node.content
+                node.durable_names = dict(node.names)
             case "rename" | "replace", (old, new):
                 names, name = self.place(old)
                 node = names.pop(name)
@@ -116,7 +116,9 @@ def rmtree(folder: Path, *, ignore_errors: bool = False) -> None:
 
 def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
     """Lose power after each call of three saves; return what the reader finds wrong."""
-    root, promised, broken = tmp_path / "disk", 0, []
+    root = tmp_path / "disk"
+    promised = 0
+    broken = []
     root.mkdir()
     model = DiskModel(root)
 
@@ -134,7 +136,7 @@ def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
             shutil.rmtree(tmp_path / "after")
 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
+        def call(*arguments, **options):
             result = function(*arguments, **options)
             if name == "write":  # the caller reuses its buffer
                 arguments = (arguments[0], bytes(arguments[1])[:result])
@@ -143,7 +145,7 @@ def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
 
         return call
 
-    moments: list[tuple[str, Any, tuple[Any, ...]]] = []
+    moments = []
     for step in (1, 2, 3):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shutil, "rmtree", rmtree)
@@ -159,15 +161,16 @@ def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_power_loss_never_loses_a_committed_step(tmp_path: Path, keep: int) -> None:
+@every(keep="1, 2")
+def test_power_loss_never_loses_a_committed_step(tmp_path, keep):
     assert broken_promises(tmp_path, keep=keep) == []
 
 
-WRITE_NEW_FILE, COMMIT_FOLDER = folders.write_new_file, folders.commit_folder
+WRITE_NEW_FILE = folders.write_new_file
+COMMIT_FOLDER = folders.commit_folder
 
 
-def unflushed(path: Path, pieces: Any, *, suffix: str) -> tuple[int, str]:
+def unflushed(path: Path, pieces, *, suffix: str) -> tuple[int, str]:
     """Write a file, without its fsync if it has this suffix."""
     with pytest.MonkeyPatch.context() as patch:
         if path.suffix == suffix:
@@ -190,7 +193,7 @@ def pruned_first(temporary: Path, final: Path) -> None:
 
 
 # Each replaces one name of `folders`.
-MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
+MUTANTS = {
     "no fsync of the tensors": (
         "write_new_file",
         partial(unflushed, suffix=".safetensors"),
@@ -204,10 +207,8 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_step_of_the_protocol_is_required(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str
-) -> None:
+@every(mutant=MUTANTS)
+def test_every_step_of_the_protocol_is_required(tmp_path, monkeypatch, mutant):
     name, function = MUTANTS[mutant]
     monkeypatch.setattr(folders, name, function)
     assert broken_promises(tmp_path)

@@ -1,7 +1,5 @@
 """The store on one rank: one job at a time, saves whole or not at all, and reads valid ones."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -16,7 +14,7 @@ import torch
 
 from tests.support.light_checkpoints import flip
 from tests.support.ranks.thread_ranks import run_ranks
-from tests.support.tables import refused
+from tests.support.tables import every, refused, rows
 from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint import folders, store
 from vitscale.checkpoint.folders import (
@@ -31,7 +29,7 @@ from vitscale.checkpoint.store import (
     read_tensors,
     run_folder_lock,
 )
-from vitscale.config.errors import DivergedError, FailureKind, StorageError, UserError
+from vitscale.config.errors import DivergedError, FailureKind, StorageError
 from vitscale.distributed import atomic_files
 from vitscale.distributed.processes import node_name
 from vitscale.distributed.world import World
@@ -42,30 +40,36 @@ def save(folder: Path, world: World, *, step: int, keep: int = 3) -> Path:
     tensors = {"model.a": torch.full((3,), float(step)), "exp_avg.a": torch.arange(3.0)}
     store.save(tensors, step=step, progress={"n": step}, description={"grid": [1, 2]})
     committed = store.wait()
-    assert committed is not None
     return committed.folder
 
 
-def refuse(*_: object) -> None:
+def refuse(*_) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO), "disk")
 
 
 def test_update_waits_for_the_host_copy_and_not_for_the_disk(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, world: World, monkeypatch
+):
     """Copy and disk hang: the save has returned; what changes after the copy is not saved."""
-    copying, writing = threading.Event(), threading.Event()
+    copying = threading.Event()
+    writing = threading.Event()
     store = CheckpointStore(tmp_path, keep=2, world=world)
-    take, write = store._host_copy.take, folders.write_new_file
+    take = store._host_copy.take
+    write = folders.write_new_file
     monkeypatch.setattr(
         store._host_copy, "take", lambda *a: copying.wait(60) and take(*a)
     )
     monkeypatch.setattr(
         folders, "write_new_file", lambda *a: writing.wait(60) and write(*a)
     )
-    weights, progress = torch.zeros(1000), {"n": 1}
+
+    weights = torch.zeros(1000)
+    progress = {"n": 1}
     store.save({"model.a": weights}, step=1, progress=progress, description={})
+
+    # What changes while the copy is made belongs to the next save.
     progress["n"] = 7
+
     update = threading.Thread(target=store.wait_for_host_copy)
     update.start()
     update.join(0.2)
@@ -73,11 +77,16 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
     copying.set()
     update.join(60)
     assert not update.is_alive(), "waits for the disk"
+
+    # The update may write now, while nothing is on the disk.
     weights.fill_(7.0)
-    assert store.take_committed() is None and newest_checkpoint(store.folder)[0] is None
+    assert store.take_committed() is None
+    assert newest_checkpoint(store.folder)[0] is None
+
     writing.set()
     committed = store.wait()
-    assert committed is not None and committed.step == 1 and committed.warnings == ()
+    assert committed.step == 1
+    assert committed.warnings == ()
     assert store.wait() is None and store.take_committed() is None, "taken twice"
     checkpoint = read_checkpoint(committed.folder)
     assert torch.equal(read_tensors(checkpoint.files)["model.a"], torch.zeros(1000))
@@ -85,8 +94,8 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
 
 
 def test_next_save_waits_and_raises_the_previous_error(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, world: World, monkeypatch
+):
     store = CheckpointStore(tmp_path, keep=2, world=world)
     tensors = {"model.a": torch.zeros(3)}
     for step in (1, 2):
@@ -109,6 +118,8 @@ def test_next_save_waits_and_raises_the_previous_error(
     assert not list(store.folder.glob(".step-*")), "the failed save still takes space"
     store.save(tensors, step=4, progress={}, description={})
     assert store.wait().step == 4
+
+    # A copy that fails must not leave the update waiting for it.
     monkeypatch.setattr(store._host_copy, "take", refuse)
     store.save(tensors, step=5, progress={}, description={})
     with pytest.raises(OSError):
@@ -117,15 +128,16 @@ def test_next_save_waits_and_raises_the_previous_error(
 
 
 def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, said = 0.0, list[str]()
+    tmp_path, world: World, monkeypatch
+):
+    now = 0.0
+    said = []
     clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep, time=time.time)
     for module in (store, folders):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(atomic_files, "PAUSES_S", ())
 
-    def save_at(seconds: float) -> None:
+    def save_at(seconds):
         nonlocal now
         now = seconds
         ours.save(
@@ -137,25 +149,24 @@ def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
     save_at(3000.0)
     monkeypatch.setattr(folders, "write_new_file", refuse)
     save_at(6500.0)
-    assert len(said) == 1 and "training goes on" in said[0]
+    assert len(said) == 1
+    assert "training goes on" in said[0]
+
+    # 3,700 s after the last checkpoint.
     with pytest.raises(folders.OverdueError):
         save_at(6700.0)
 
 
-@pytest.mark.parametrize("own_is_over", [False, True])
-@pytest.mark.parametrize("first_is_over", [False, True])
+@every(first_is_over="false, true", own_is_over="false, true")
 def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    first_is_over: bool,
-    own_is_over: bool,
-) -> None:
+    tmp_path, monkeypatch, first_is_over, own_is_over
+):
     """Ranks whose clocks are on both sides of it would part."""
     monkeypatch.setattr(folders, "write_new_file", refuse)
     monkeypatch.setattr(atomic_files, "PAUSES_S", ())
     now = time.monotonic()
 
-    def save_on(rank: int, gather: folders.Gather) -> type[UserError]:
+    def save_on(rank, gather):
         is_over = own_is_over if rank else first_is_over
         ours = folders.Save(
             checkpoints=tmp_path,
@@ -175,16 +186,14 @@ def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
     assert run_ranks(2, save_on) == [kind, kind]
 
 
-@pytest.mark.parametrize(
-    "error", [None, OSError(errno.EIO, "I/O error", "journal.jsonl")]
-)
+@every(error=[None, OSError(errno.EIO, "I/O error", "journal.jsonl")])
 def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
-    tmp_path: Path, world: World, error: OSError | None
-) -> None:
+    tmp_path, world: World, error
+):
     """And a step is committed even if that fails: nothing but its log lines is at risk."""
-    committed: list[list[str]] = []
+    committed = []
 
-    def flush() -> None:
+    def flush():
         committed.append(
             [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
         )
@@ -196,22 +205,17 @@ def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
     for step in (1, 2):
         ours.save(tensors, step=step, progress={}, description={}, before_commit=flush)
         found = ours.wait()
-        assert found is not None and found.step == step
+        assert found.step == step
         warning = "warning: journal.jsonl: not flushed before a commit (I/O error)"
         assert found.warnings == (() if error is None else (warning,))
     assert committed == [[], ["step-00000001"]]
 
 
-@pytest.mark.parametrize("stop", [None, SystemExit(75), KeyError("other")])
-def test_store_waits_for_its_last_save(
-    tmp_path: Path,
-    world: World,
-    monkeypatch: pytest.MonkeyPatch,
-    stop: BaseException | None,
-) -> None:
+@every(stop=[None, SystemExit(75), KeyError("other")])
+def test_store_waits_for_its_last_save(tmp_path, world: World, monkeypatch, stop):
     """Exit code 75 would claim a checkpoint; another error stays and notes a failed save."""
 
-    def save_and_stop() -> None:
+    def save_and_stop():
         with CheckpointStore(tmp_path, keep=2, world=world) as store:
             store.save({"a": torch.zeros(3)}, step=1, progress={}, description={})
             if stop is not None:
@@ -233,18 +237,10 @@ def test_store_waits_for_its_last_save(
         assert any("not committed" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value"),
-    [
-        (torch.float32, float("nan")),
-        (torch.bfloat16, float("inf")),
-        (torch.float16, -float("inf")),
-    ],
-)
-def test_state_that_is_not_finite_is_not_committed(
-    tmp_path: Path, world: World, dtype: torch.dtype, value: float
-) -> None:
+@rows("[[name, value], [float32, .nan], [bfloat16, .inf], [float16, -.inf]]")
+def test_state_that_is_not_finite_is_not_committed(tmp_path, world: World, name, value):
     """One value of many; no run recovers from it, and retention would remove the last good step."""
+    dtype = getattr(torch, name)
     before = save(tmp_path, world, step=1)
     store = CheckpointStore(tmp_path, keep=1, world=world)
     momentum = torch.arange(1000.0).to(dtype)
@@ -256,18 +252,20 @@ def test_state_that_is_not_finite_is_not_committed(
     ):
         store.wait()
     assert [path.name for path in store.folder.iterdir()] == [before.name]
+
+    # The largest number is finite, though sums of it are not.
     momentum[531] = torch.finfo(dtype).max
     store.save(tensors, step=2, progress={}, description={})
     assert store.wait() is not None
 
 
 def test_save_that_reads_back_differently_is_refused(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, world: World, monkeypatch
+):
     save(tmp_path, world, step=1)
     write = folders.write_new_file
 
-    def lying_disk(path: Path, pieces: object) -> tuple[int, str]:
+    def lying_disk(path, pieces):
         written = write(path, pieces)
         if path.suffix == ".safetensors":
             flip(path, -1)
@@ -277,22 +275,26 @@ def test_save_that_reads_back_differently_is_refused(
     with refused("does not match its hash"):
         save(tmp_path, world, step=2, keep=1)
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
-    assert checkpoint is not None and checkpoint.step == 1 and complaints == []
+    assert checkpoint.step == 1
+    assert complaints == []
 
 
-def test_init_takes_a_run_or_a_checkpoint_folder(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world: World, monkeypatch):
     folder = save(tmp_path, world, step=4)
     assert resolve_weights(str(tmp_path)) == resolve_weights(str(folder))
     assert resolve_weights(str(folder)) == (read_checkpoint(folder), [])
+
+    # The newest one is damaged: the one before is taken, and it is said.
     flip(save(tmp_path, world, step=5) / "rank-00000.safetensors", -1)
     checkpoint, complaints = resolve_weights(str(tmp_path))
-    assert checkpoint.step == 4 and "step-00000005" in complaints[0]
+    assert checkpoint.step == 4
+    assert "step-00000005" in complaints[0]
     with refused("no such run(?s:.*)hf://OWNER/NAME"):
         resolve_weights(str(tmp_path / "nowhere"))
     with refused(f"did you mean {tmp_path}[?]"):
         resolve_weights(f"{tmp_path}x")
+
+    # Runs of the folder `runs` are found by their name.
     monkeypatch.chdir(tmp_path.parent)
     Path("runs").symlink_to(tmp_path.parent)
     with refused(f"did you mean runs/{tmp_path.name}[?]"):
@@ -302,7 +304,8 @@ def test_init_takes_a_run_or_a_checkpoint_folder(
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
+    # One process without a group; a lock that is given up within a second.
     alone = {"errors_on_all_ranks": lambda *_, **__: contextlib.nullcontext()}
     times = {"BEAT_S": 0.02, "SILENT_S": 0.4, "WAIT_S": 1.0, "SETTLE_S": 0.2}
     assert 3 * store.BEAT_S < store.SILENT_S < store.WAIT_S
@@ -317,8 +320,8 @@ def lock(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def test_a_run_folder_that_is_gone_ends_the_process_and_stays_away(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    folder, monkeypatch, capsys
+):
     ended = threading.Event()
     codes = []
     monkeypatch.setattr(
@@ -328,15 +331,14 @@ def test_a_run_folder_that_is_gone_ends_the_process_and_stays_away(
     with lock(folder):
         folder.rename(folder.with_name("moved"))
         assert ended.wait(PATIENCE_S)
-    assert codes[0] == FailureKind.STORAGE.exit_code and not folder.exists()
+    assert codes[0] == FailureKind.STORAGE.exit_code
+    assert not folder.exists()
     assert (
         f"{folder}: was moved or removed during the training" in capsys.readouterr().err
     )
 
 
-def test_a_second_job_is_refused_at_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_job_is_refused_at_once(folder, monkeypatch):
     """Under SLURM it waits first, and may start again."""
     flushed = set()
     monkeypatch.setattr(os, "fsync", lambda file: flushed.add(os.fstat(file).st_ino))
@@ -355,13 +357,13 @@ def test_a_second_job_is_refused_at_once(
         assert (folder / ".lock").read_text().startswith("job 17 on ")
 
 
-@pytest.mark.parametrize("has_flock", [True, False])
+@every(has_flock="true, false")
 def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, has_flock: bool
-) -> None:
+    folder, monkeypatch, has_flock
+):
     """Where flock is missing, or does not see other nodes."""
 
-    def flock(*_: int) -> None:
+    def flock(*_):
         if not has_flock:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -376,33 +378,27 @@ def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
         assert (folder / ".lock").read_text().startswith("process ")
 
 
-@pytest.mark.parametrize(
-    ("num_starts", "flock", "left_behind"),
-    [
-        (2, "missing", ""),
-        (5, "missing", "job 3 on " + "a-long-name" * 9),
-        (2, "of one node", "job 3 on n7"),
-        (5, "of one node", ""),
-    ],
-)
+@rows("""
+- [num_starts, flock, left_behind]
+- [2, missing, '']
+- [5, missing, job 3 on a-long-name-a-long-name-a-long-name-a-long-name-a-long-name-a-long-name]
+- [2, of one node, job 3 on n7]
+- [5, of one node, '']
+""")
 def test_of_starts_at_the_same_moment_one_gets_the_folder(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    flock: str,
-    num_starts: int,
-    left_behind: str,
-) -> None:
+    folder, monkeypatch, flock, num_starts, left_behind
+):
     """On as many nodes, which all find it free before any of them has written its name."""
 
-    def of_node(*_: int) -> None:
+    def of_node(*_):
         if flock == "missing":
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    def write(descriptor: int, holder: str) -> None:
+    def write(descriptor, holder):
         has_seen_it_free.wait(10)
         write_holder(descriptor, holder)
 
-    def start(number: int) -> bool:
+    def start(number):
         node.number = number
         with contextlib.suppress(FolderTakenError), lock(folder):
             all_know.wait(10)
@@ -412,10 +408,8 @@ def test_of_starts_at_the_same_moment_one_gets_the_folder(
 
     node = threading.local()
     write_holder = store._write_holder
-    has_seen_it_free, all_know = (
-        threading.Barrier(num_starts),
-        threading.Barrier(num_starts),
-    )
+    has_seen_it_free = threading.Barrier(num_starts)
+    all_know = threading.Barrier(num_starts)
     monkeypatch.setattr("fcntl.flock", of_node)
     monkeypatch.setattr(store, "_write_holder", write)
     monkeypatch.setattr(store, "node_name", lambda: f"n{node.number}")

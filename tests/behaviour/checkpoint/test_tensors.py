@@ -1,7 +1,5 @@
 """Tensor files: the library reads them; a rank reads the ranges it needs of any layout."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +32,7 @@ def taken(
     return copy.take(tensors)
 
 
-def test_library_reads_what_was_copied(tmp_path: Path) -> None:
+def test_library_reads_what_was_copied(tmp_path):
     tensors = {
         f"{kind}.{dtype}": torch.arange(12).reshape(shape).to(dtype)
         for kind, shape in (("a", (3, 4)), ("b", (12,)), ("c", (2, 1, 6)))
@@ -43,23 +41,18 @@ def test_library_reads_what_was_copied(tmp_path: Path) -> None:
     tensors |= {"scalar": torch.tensor(3.0), "none": torch.empty(0, 5)}
     tensors["turned"] = torch.arange(6.0).reshape(2, 3).T
     size, content = write_new_file(tmp_path / "x", taken(tensors))
-    assert (size, content) == (
-        (tmp_path / "x").stat().st_size,
-        blake3_of_file(tmp_path / "x"),
-    )
+    assert size == (tmp_path / "x").stat().st_size
+    assert content == blake3_of_file(tmp_path / "x")
     for found in (load_file(tmp_path / "x"), read_tensors([tmp_path / "x"])):
         assert found.keys() == tensors.keys()
         for name, tensor in tensors.items():
-            assert found[name].dtype == tensor.dtype and torch.equal(
-                found[name], tensor
-            )
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor)
 
 
-def test_pinned_memory_has_the_size_of_the_copy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pinned_memory_has_the_size_of_the_copy(monkeypatch):
     """Pinned by the CUDA runtime, as long as the buffer lives."""
-    pinned: dict[int, int] = {}
+    pinned = {}
     runtime = SimpleNamespace(
         cudaHostRegister=lambda address, size, _: pinned.update({address: size}) or 0,
         cudaHostUnregister=pinned.pop,
@@ -80,16 +73,16 @@ def test_pinned_memory_has_the_size_of_the_copy(
     assert not pinned
 
 
-def test_host_memory_is_reused_and_does_not_alias() -> None:
-    copy, weights = HostCopy(CPU), torch.ones(100)
+def test_host_memory_is_reused_and_does_not_alias():
+    copy = HostCopy(CPU)
+    weights = torch.ones(100)
     header, data = taken({"a": weights}, copy)
     weights.zero_()
     assert bytes(data) == bytes(torch.ones(100).numpy().data)
     assert taken({"a": weights}, copy)[1].obj is not None
     address = copy._buffer.data_ptr()
-    assert (
-        taken({"b": weights}, copy)[0] != header and copy._buffer.data_ptr() == address
-    )
+    assert taken({"b": weights}, copy)[0] != header
+    assert copy._buffer.data_ptr() == address
 
 
 def write(folder: Path, cuts: list[int]) -> list[Path]:
@@ -112,15 +105,14 @@ def write(folder: Path, cuts: list[int]) -> list[Path]:
     start=st.integers(0, 59),
     count=st.integers(1, 60),
 )
-def test_any_range_is_read_from_any_layout(
-    tmp_path_factory: pytest.TempPathFactory, cuts: list[int], start: int, count: int
-) -> None:
+def test_any_range_is_read_from_any_layout(tmp_path_factory, cuts, start, count):
     folder = tmp_path_factory.mktemp("layout")
     count = min(count, 60 - start)
     slices = [
         each for path in reversed(write(folder, cuts)) for each in read_header(path)
     ]
-    counts, preadv = list[int](), os.preadv
+    counts = []
+    preadv = os.preadv
     with SavedTensors(slices) as saved, pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             os, "preadv", lambda *values: counts.append(preadv(*values)) or counts[-1]

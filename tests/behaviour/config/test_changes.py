@@ -1,20 +1,18 @@
 """Which settings differ for which purpose; what is a secret, in every form that code has it."""
 
-from __future__ import annotations
+from typing import get_args
 
-from typing import Any, get_args
-
-import pytest
 import yaml
 
 from finetune.settings import EvaluateRun
 from pretrain.run import PretrainRun
+from tests.support.tables import every
 from vitscale.config.changes import WITHOUT_EFFECT, Purpose, changed_settings
 from vitscale.config.redaction import flatten, flatten_params, redact
 from vitscale.config.section import settings_of
 from vitscale.runs.data_prep import DataPrepRun
 
-BEFORE: dict[str, Any] = yaml.safe_load("""
+BEFORE = yaml.safe_load("""
 name: a
 output: runs/a
 seed: 0
@@ -32,7 +30,7 @@ engine: {precision: bf16}
 results: [{top1: 0.5}]
 """)
 # Key: another value, and the purposes for which it counts.
-CASES: dict[str, tuple[Any, str]] = yaml.safe_load("""
+CASES = yaml.safe_load("""
 name: [b, resume output evaluation]
 output: [runs/b, resume evaluation]
 seed: [1, resume output chain evaluation result table]
@@ -57,14 +55,15 @@ results: [[], resume output chain result table]
 PURPOSES = get_args(Purpose)
 
 
-@pytest.mark.parametrize("key", CASES)
-def test_a_difference_counts_for_its_purposes(key: str) -> None:
+@every(key=CASES)
+def test_a_difference_counts_for_its_purposes(key):
     value, purposes = CASES[key]
     group, _, name = key.rpartition(".")
     now = BEFORE | ({group: BEFORE[group] | {name: value}} if group else {key: value})
     for purpose in PURPOSES:
         changed = changed_settings(BEFORE, now, purpose=purpose)
         assert bool(changed) == (purpose in purposes.split()), purpose
+
         # Flat settings, as MLflow has them, count alike; a missing key differs from any value.
         assert (
             changed_settings(flatten(BEFORE), flatten(now), purpose=purpose) == changed
@@ -74,10 +73,11 @@ def test_a_difference_counts_for_its_purposes(key: str) -> None:
         k: v for k, v in flatten(BEFORE).items() if not f"{k}.".startswith(f"{key}.")
     }
     changed = changed_settings(without, BEFORE, purpose="resume")
-    assert changed and {before for before, _ in changed.values()} == {None}
+    assert changed
+    assert {before for before, _ in changed.values()} == {None}
 
 
-def test_no_difference_is_none_and_shown_values_have_no_secrets() -> None:
+def test_no_difference_is_none_and_shown_values_have_no_secrets():
     for purpose in PURPOSES:
         assert changed_settings(BEFORE, BEFORE, purpose=purpose) == {}
     old, new = (
@@ -88,12 +88,13 @@ def test_no_difference_is_none_and_shown_values_have_no_secrets() -> None:
     }  # fmt: skip
 
 
-def test_every_key_without_effect_exists() -> None:
+def test_every_key_without_effect_exists():
     keys = {
         key
         for run_type in (PretrainRun, EvaluateRun, DataPrepRun)
         for key in (setting.key for setting in settings_of(run_type).values())
     }
+
     # Of the results of an evaluation, which are no configuration.
     assert WITHOUT_EFFECT.keys() - {"results"} <= keys
 
@@ -174,20 +175,21 @@ https://host/a/b#c
 """
 
 
-@pytest.mark.parametrize("form", FORMS.strip("\n").split("\n"))
-def test_secrets_are_removed_in_every_form(form: str) -> None:
+@every(form=FORMS.strip("\n").split("\n"))
+def test_secrets_are_removed_in_every_form(form):
     text = "+" + form.replace("%", SECRET).replace(r"\n", "\n")
     shown = redact(text)
-    assert SECRET not in shown and redact(shown) == shown
+    assert SECRET not in shown
+    assert redact(shown) == shown
     assert SECRET not in redact(f" context\n{text}\n-{text[1:]}\n after")
 
 
-@pytest.mark.parametrize("text", KEPT.strip().split("\n"))
-def test_what_is_no_secret_stays(text: str) -> None:
+@every(text=KEPT.strip().split("\n"))
+def test_what_is_no_secret_stays(text):
     assert redact(text) == text
 
 
-def test_keys_are_names_that_mlflow_takes() -> None:
+def test_keys_are_names_that_mlflow_takes():
     assert flatten_params({"a//b": 1, "a/../c": 2, "what?": 3}) == {
         "a/b": "1",
         "c": "2",
@@ -195,10 +197,8 @@ def test_keys_are_names_that_mlflow_takes() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "run", "ab12|a-|a+|?a|\n| \n|token|a://|'|x_password: \n|+ \n".split("|")
-)
-def test_secrets_are_removed_from_long_runs(run: str) -> None:
+@every(run="ab12|a-|a+|?a|\n| \n|token|a://|'|x_password: \n|+ \n".split("|"))
+def test_secrets_are_removed_from_long_runs(run):
     """In quadratic time, a run of this length would take hours."""
     text = run * (1 << 16)
     assert redact(f"{text}\nHF_TOKEN=abc s3://u:p@h/x\n").endswith(

@@ -1,17 +1,14 @@
 """Switches, overrides, --help, and the end of a script."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from finetune.settings import PredictRun
 from pretrain.run import PretrainRun
-from tests.support.tables import refused
+from tests.support.tables import every, refused
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserErrors, run_script
 
@@ -19,32 +16,29 @@ CONFIG = "{name: demo, data: {path: s, global_batch: 64}, model: {preset: B/16},
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text(CONFIG + ", schedule: {epochs: 3}}")
 
 
-def command(*argv: str, **more: Any) -> Command[PretrainRun]:
+def command(*argv: str, **more) -> Command[PretrainRun]:
     switches = {"--dry-run": "show, do not start"}
     texts = {"program": "vitscale x", "description": "Does x."}
     return load_command(PretrainRun, argv=argv, switches=switches, **texts, **more)
 
 
-@pytest.mark.parametrize("config", [["--config", "a.yaml"], ["--config=a.yaml"]])
-@pytest.mark.parametrize(
-    "rank", [[], ["--local_rank=1"], ["--local_rank", "1"], ["--local-rank=0"]]
-)
-def test_arguments_may_stand_in_any_order(config: list[str], rank: list[str]) -> None:
+@every(config="[--config, a.yaml], [--config=a.yaml]")
+@every(rank="[], [--local_rank=1], [--local_rank, '1'], [--local-rank=0]")
+def test_arguments_may_stand_in_any_order(config, rank):
     found = command(*rank, "seed=3", *config, "--dry-run", "optim.lr=1e-4")
-    assert (found.run.seed, found.run.optim.lr, found.config_path) == (
-        3,
-        1e-4,
-        "a.yaml",
-    )
-    assert found.switches == {"--dry-run"} and command(*config).switches == frozenset()
+    assert found.run.seed == 3
+    assert found.run.optim.lr == 1e-4
+    assert found.config_path == "a.yaml"
+    assert found.switches == {"--dry-run"}
+    assert command(*config).switches == frozenset()
 
 
-def test_no_configuration_is_answered_with_commands() -> None:
+def test_no_configuration_is_answered_with_commands():
     with pytest.raises(
         UserErrors, match=r"one of\n    first\n    second\n    vitscale x --help"
     ):
@@ -58,9 +52,10 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_lists_groups_or_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_groups_or_settings(capsys):
     short = shown(capsys, "--help")
-    assert "  x.py data.path=SHARDS" in short and "--dry-run" in short
+    assert "  x.py data.path=SHARDS" in short
+    assert "--dry-run" in short
     assert "\n  optim          a group with the keys name, lr, " in short
     assert (
         "\n  objective      a group with the key name: masked_patch_prediction, "
@@ -70,34 +65,37 @@ def test_help_lists_groups_or_settings(capsys: pytest.CaptureFixture[str]) -> No
     assert (
         "\n- **`optim.lr`** (a number above 0; required). Peak learning rate" in optim
     )
-    assert "`schedule.epochs`" in optim and "data.path" not in optim
+    assert "`schedule.epochs`" in optim
+    assert "data.path" not in optim
     key = shown(capsys, "seed=1", "--help=optim.ema")
-    assert key.startswith("\n## optim\n\n- **`optim.ema`** (") and "optim.lr" not in key
+    assert key.startswith("\n## optim\n\n- **`optim.ema`** (")
+    assert "optim.lr" not in key
     with refused("no group or key 'optm'.*\n.*\n.* did you mean optim?"):
         command("--help", "optm")
 
 
-def test_options_are_keys() -> None:
+def test_options_are_keys():
     found = command("--config", "a.yaml", "--lr", "2e-3", options={"--lr": "optim.lr"})
     assert found.run.optim.lr == 2e-3
     with refused("command line: argument --lr: expected one argument"):
         command("--config", "a.yaml", "--lr", options={"--lr": "optim.lr"})
 
 
-def test_words_are_the_value_of_their_key() -> None:
+def test_words_are_the_value_of_their_key():
     """Also words that would be no text in YAML."""
     assert command("--config", "a.yaml", "1e5", words_key="output").run.output == "1e5"
     with pytest.raises(UserErrors, match=r"output: \['b', 'c'\] is a list of 2"):
         command("--config", "a.yaml", "b", "c", words_key="output")
-    texts: dict[str, Any] = {"program": "vitscale x", "description": ""}
+    texts = {"program": "vitscale x", "description": ""}
     argv = ["init=runs/a", "[b].jpg", "c d.png"]
     found = load_command(
         PredictRun, argv=argv, needs_config=False, words_key="images", **texts
     )
-    assert found.run.images == ("[b].jpg", "c d.png") and found.config_path is None
+    assert found.run.images == ("[b].jpg", "c d.png")
+    assert found.config_path is None
 
 
-def test_command_line_and_file_errors_share_one_report() -> None:
+def test_command_line_and_file_errors_share_one_report():
     with pytest.raises(UserErrors) as caught:
         command("--config", "a.yaml", "--dryrun", "seed=x", "lr", "--dry")
     found = [error.text() for error in caught.value.errors]
@@ -110,18 +108,19 @@ def test_command_line_and_file_errors_share_one_report() -> None:
     assert "did you mean --dry-run?" in found[0]
 
 
-def test_a_reader_that_has_enough_is_no_error() -> None:
+def test_a_reader_that_has_enough_is_no_error():
     code = (
         "from vitscale.config.errors import run_script\n"
         "run_script(lambda: [print('x' * 1000) for _ in range(10_000)])"
     )
     shell = f'{sys.executable} -c "{code}" | head -1 | wc -c; echo ${{PIPESTATUS[0]}}'
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
-    assert (done.stdout.split(), done.stderr) == (["1001", "1"], "")
+    assert done.stdout.split() == ["1001", "1"]
+    assert done.stderr == ""
 
 
-def test_a_pipe_other_than_the_output_still_fails() -> None:
-    def fail() -> None:
+def test_a_pipe_other_than_the_output_still_fails():
+    def fail():
         raise BrokenPipeError("of a worker")
 
     with pytest.raises(BrokenPipeError, match="of a worker"):

@@ -1,11 +1,8 @@
 """The YAML dialect, files with their bases, and layers of values with the place of each."""
 
-from __future__ import annotations
-
 import copy
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +12,7 @@ from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun, ExportRun, PredictRun, VisualizeRun
 from launch.chains.settings import ChainRun
 from pretrain.run import PretrainRun
-from tests.support.tables import rows, words
+from tests.support.tables import Values, every, rows
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import (
     PATH_KEYS,
@@ -26,11 +23,11 @@ from vitscale.config.loader import (
     run_to_yaml,
     yaml_flow,
 )
-from vitscale.config.section import Run, settings_of
+from vitscale.config.section import settings_of
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.settings import absolute_uri
 
-STAGES: dict[str, type[Run]] = {"pretrain": PretrainRun, "finetune": FinetuneRun}
+STAGES = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 VALID = """\
 stage: pretrain
 name: demo
@@ -47,7 +44,7 @@ schedule:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch) -> Path:
     """A folder with one valid run file, as the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text(VALID)
@@ -63,7 +60,7 @@ def errors_of(path: str, *overrides: str) -> list[str]:
 # ---- the dialect ------------------------------------------------------------------------------
 
 
-def value_of(text: str) -> Any:
+def value_of(text: str):
     return read_yaml(f"key: {text}", name="x").values["key"]
 
 
@@ -73,11 +70,11 @@ SCALARS = {
     "1:30": "1:30", "1e": "1e", ".inf": ".inf", "1e999": "1e999", "9" * 20: "9" * 20,
     "2024-01-01": "2024-01-01", "'1'": "1", '"true"': "true", "=": "=",
     "[1, a, null]": [1, "a", None], "{a: {b: 1}, 1: c}": {"a": {"b": 1}, "1": "c"},
-    **{word: word for word in ("on", "off", "yes", "no", "y", "N")},
+    **{word: word for word in "on off yes no y N".split()},
 }  # fmt: skip
 
 
-def test_scalars_resolve_to_typed_values() -> None:
+def test_scalars_resolve_to_typed_values():
     found = {text: value_of(text) for text in SCALARS}
     assert repr(found) == repr(SCALARS)
 
@@ -100,14 +97,14 @@ REFUSED = r"""
 
 
 @rows(REFUSED.replace("DEEP", f"'{'[' * 5000}'"))
-def test_unsupported_yaml_is_refused(text: str, message: str) -> None:
+def test_unsupported_yaml_is_refused(text, message):
     with pytest.raises(UserError) as caught:
         read_yaml(text, name="x")
     assert caught.value.text().startswith(message)
 
 
-@pytest.mark.parametrize("text", r"sqlite:///x.db|a: b|a # b|*x|!x|C:\x|- a".split("|"))
-def test_text_on_the_command_line_needs_no_quotes(text: str) -> None:
+@every(text=r"sqlite:///x.db|a: b|a # b|*x|!x|C:\x|- a".split("|"))
+def test_text_on_the_command_line_needs_no_quotes(text):
     assert read_override(f"g.k={text}").values == {"g": {"k": text}}
 
 
@@ -122,12 +119,12 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_written_values_are_read_back(value: Any) -> None:
+def test_written_values_are_read_back(value):
     assert repr(value_of(yaml_flow(value))) == repr(value)
 
 
 @given(st.text(max_size=60))
-def test_any_text_gives_values_or_errors(text: str) -> None:
+def test_any_text_gives_values_or_errors(text):
     try:
         read_yaml(text, name="x")
     except UserError as error:
@@ -137,35 +134,34 @@ def test_any_text_gives_values_or_errors(text: str) -> None:
 # ---- files ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"a: \xff\n", "b.yaml: is not UTF-8 text"),
-        (b"#" * ((1 << 20) + 1), "b.yaml: is larger than 1 MiB"),
-        (b"- 1\n", "b.yaml: contains a list instead of keys and values"),
-        (
-            b"stage: [pretrain]\n",
-            "b.yaml:1: stage: ['pretrain'] is not a stage of this script",
-        ),
-        (b"base: [a.yaml]\n", "b.yaml:1: base: ['a.yaml'] is a list"),
-        (b"# card\nbase: A.yml\n", "b.yaml:2: base: there is no file A.yml"),
-        (b"base: no/a.yaml\n", "b.yaml:1: base: there is no file no/a.yaml"),
-        (b"base: .\n", "b.yaml:1: base: cannot be read: Is a directory"),
-    ],
-)
-def test_unreadable_file_is_one_error(here: Path, data: bytes, message: str) -> None:
-    (here / "b.yaml").write_bytes(data)
+@rows(r"""
+- [text, message]
+- ["a: \xff\n", "b.yaml: is not UTF-8 text"]
+- ["- 1\n", "b.yaml: contains a list instead of keys and values"]
+- ["stage: [pretrain]\n", "b.yaml:1: stage: ['pretrain'] is not a stage of this script"]
+- ["base: [a.yaml]\n", "b.yaml:1: base: ['a.yaml'] is a list"]
+- ["# card\nbase: A.yml\n", "b.yaml:2: base: there is no file A.yml"]
+- ["base: no/a.yaml\n", "b.yaml:1: base: there is no file no/a.yaml"]
+- ["base: .\n", "b.yaml:1: base: cannot be read: Is a directory"]
+""")
+def test_unreadable_file_is_one_error(here, text, message):
+    (here / "b.yaml").write_bytes(text.encode("latin1"))
     (error,) = errors_of("b.yaml")
     assert error.startswith(message)
 
 
-@pytest.mark.parametrize("data", [b"", b"# nothing\n"])
-def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(
-    here: Path, data: bytes
-) -> None:
+def test_a_file_above_one_mebibyte_is_refused(here):
+    (here / "b.yaml").write_bytes(b"#" * ((1 << 20) + 1))
+    (error,) = errors_of("b.yaml")
+    assert error.startswith("b.yaml: is larger than 1 MiB")
+
+
+@every(data=[b"", b"# nothing\n"])
+def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(here, data):
     (here / "b.yaml").write_bytes(data)
     missing = [text.splitlines()[0].split(": ")[1] for text in errors_of("b.yaml")]
-    assert missing == ["name", "data", "model", "optim", "schedule"]
+    assert missing == "name data model optim schedule".split()
+
     # As Windows writes files.
     (here / "b.yaml").write_bytes(
         b"\xef\xbb\xbf" + VALID.replace("\n", "\r\n").encode()
@@ -176,7 +172,7 @@ def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(
 # ---- layers -----------------------------------------------------------------------------------
 
 
-def test_command_line_beats_file_beats_base_beats_default(here: Path) -> None:
+def test_command_line_beats_file_beats_base_beats_default(here):
     (here / "sub").mkdir()
     (here / "sub/b.yaml").write_text(
         "base: ../a.yaml\noptim:\n  lr: 2e-3\ndata: {path: b}\n"
@@ -184,20 +180,23 @@ def test_command_line_beats_file_beats_base_beats_default(here: Path) -> None:
     )
     given = "data.path=c|launch.setup=[c]|launch.sbatch={y: 2}|launch.sbatch.z=3"
     loaded = load_run(PretrainRun, "sub/b.yaml", overrides=given.split("|"))
-    run, places = loaded.run, loaded.places
-    assert (run.data.path, run.optim.lr) == ("c", 2e-3)
-    assert (run.data.global_batch, run.seed) == (64, 0)
+    run = loaded.run
+    places = loaded.places
+    assert run.data.path == "c"
+    assert run.optim.lr == 2e-3
+    assert run.data.global_batch == 64
+    assert run.seed == 0
+
     # Lists are replaced, groups merged.
-    assert run.launch.setup == ("c",) and run.launch.sbatch == {"x": 1, "y": 2, "z": 3}
+    assert run.launch.setup == ("c",)
+    assert run.launch.sbatch == {"x": 1, "y": 2, "z": 3}
     assert places["data", "path"] == "command line"
     assert places["optim", "lr"] == "sub/b.yaml:3"
     assert places["data", "global_batch"] == "a.yaml:5"
     assert ("seed",) not in places
 
 
-def test_the_site_file_is_above_defaults_and_below_files(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_site_file_is_above_defaults_and_below_files(here, monkeypatch):
     monkeypatch.delenv("VITSCALE_SITE", raising=False)
     monkeypatch.setenv("HOME", str(here))
     assert load_run(PretrainRun, "a.yaml").run.launch.partition is None
@@ -208,23 +207,21 @@ def test_the_site_file_is_above_defaults_and_below_files(
     )
     (here / "b.yaml").write_text("base: a.yaml\nlaunch: {partition: low}\n")
     loaded = load_run(PretrainRun, "b.yaml", overrides=["launch.sbatch.y=2"])
-    launch, places = loaded.run.launch, loaded.places
-    assert (launch.partition, places["launch", "partition"]) == ("low", "b.yaml:2")
-    assert (launch.setup, places["launch", "setup"]) == (
-        ("a",),
-        ".config/vitscale/site.yaml:3",
-    )
+    launch = loaded.run.launch
+    places = loaded.places
+    assert launch.partition == "low"
+    assert places["launch", "partition"] == "b.yaml:2"
+    assert launch.setup == ("a",)
+    assert places["launch", "setup"] == ".config/vitscale/site.yaml:3"
     assert launch.sbatch == {"x": 1, "y": 2}
-    assert (
-        load_run_file(PretrainRun, "a.yaml").launch.sbatch == {}
-    )  # a resolved file ignores it
+
+    # A resolved file ignores it.
+    assert load_run_file(PretrainRun, "a.yaml").launch.sbatch == {}
     monkeypatch.setenv("VITSCALE_SITE", "")
     assert load_run(PretrainRun, "a.yaml").run.launch.partition is None
 
 
-def test_mistakes_in_the_site_file_are_reported_with_their_place(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_in_the_site_file_are_reported_with_their_place(here, monkeypatch):
     site = here / "site.yaml"
     monkeypatch.setenv("VITSCALE_SITE", str(site))
     site.write_text(
@@ -241,6 +238,7 @@ def test_mistakes_in_the_site_file_are_reported_with_their_place(
         "site.yaml:5: traking: traking as a group of keys cannot be set in a site file",
         "site.yaml:6: tracking: tracking as text cannot be set in a site file",
     ]
+
     # A run without these groups ignores them.
     site.write_text("launch: {partitoin: gpu}\n")
     assert load_run(VisualizeRun, None, overrides=["init=runs/a"]).run.init == "runs/a"
@@ -268,9 +266,7 @@ BASE = {
 - [mae, "{normalized_pixels: false}", {name: mae, mask_ratio: 0.5}]
 - [objective, "{loss: softmax}", {name: supervised, label_smoothing: 0.1}]
 """)
-def test_a_choice_inherits_what_its_group_has(
-    here: Path, base: str, child: str, expected: dict[str, Any]
-) -> None:
+def test_a_choice_inherits_what_its_group_has(here, base, child, expected):
     for name, text in BASE.items():
         (here / f"{name}.yaml").write_text(text if name == "mae" else VALID + text)
     (here / "child.yaml").write_text(f"base: {base}.yaml\nobjective: {child}\n")
@@ -282,12 +278,13 @@ def test_a_choice_inherits_what_its_group_has(
     assert load_run(PretrainRun, f"{base}.yaml", overrides=[override]).run == loaded.run
 
 
-def test_a_group_of_no_name_has_the_default_one_which_nobody_set(here: Path) -> None:
+def test_a_group_of_no_name_has_the_default_one_which_nobody_set(here):
     model = load_run(PretrainRun, "a.yaml").run.model
-    assert model.name == "vit" and model.model_fields_set == {"preset"}
+    assert model.name == "vit"
+    assert model.model_fields_set == {"preset"}
 
 
-def test_a_key_missing_in_a_replaced_list_is_placed_in_the_new_list(here: Path) -> None:
+def test_a_key_missing_in_a_replaced_list_is_placed_in_the_new_list(here):
     mixture = "data:\n  mixture:\n    - {path: b, share: 0.5}\n"
     (here / "b.yaml").write_text("base: a.yaml\n" + mixture)
     (here / "c.yaml").write_text("base: b.yaml\ndata:\n  mixture:\n\n  - {path: c}\n")
@@ -297,7 +294,7 @@ def test_a_key_missing_in_a_replaced_list_is_placed_in_the_new_list(here: Path) 
 # ---- writing, and anything at all ---------------------------------------------------------------
 
 
-EXTREMES: list[Any] = [
+EXTREMES = [
     None, True, 0, -1, 2**63 - 1, 1e308, 5e-324, -0.0, "", "on", "x" * 200, "a/b/c", "\U0001f600",
     [], [0], [None, None], [1e308, -1e308], {}, {"a": 1}, {"": 1}, "0/0", "B/0", "B/999999999999",
 ]  # fmt: skip
@@ -324,13 +321,11 @@ CHANGES = st.tuples(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(CHANGES, min_size=1, max_size=4))
-def test_any_configuration_is_a_valid_run_or_a_user_error(
-    here: Path, changes: Any
-) -> None:
+def test_any_configuration_is_a_valid_run_or_a_user_error(here, changes):
     """Valid values, but for up to four that are dropped, misspelt, of another type or extreme."""
     tree = copy.deepcopy(TREE)
     for path, value, typo in changes:
-        group: Any = tree
+        group = tree
         for part in path[:-1]:
             group = group.setdefault(part, {}) if isinstance(group, dict) else {}
         if isinstance(group, dict):
@@ -347,10 +342,8 @@ def test_any_configuration_is_a_valid_run_or_a_user_error(
     assert load_run_file(STAGES, "resolved.yaml") == run
 
 
-@words(text="007 1e3 0.50 1.0 true TRUE")
-def test_the_advice_to_quote_shows_a_value_as_it_was_written(
-    text: str, tmp_path: Path
-) -> None:
+@every(text="'007', 1e3, '0.50', '1.0', 'true', 'TRUE'")
+def test_the_advice_to_quote_shows_a_value_as_it_was_written(text, tmp_path):
     """Another text would name another class."""
     (tmp_path / "a.yaml").write_text(VALID)
     listed = VALID.replace(
@@ -389,7 +382,7 @@ NO_PATHS = {
 }
 
 
-def holds_text(node: dict[str, Any]) -> bool:
+def holds_text(node: Values) -> bool:
     if node.get("type") == "string":
         return "enum" not in node and "const" not in node
     inner = [
@@ -400,7 +393,7 @@ def holds_text(node: dict[str, Any]) -> bool:
     return any(isinstance(each, dict) and holds_text(each) for each in inner)
 
 
-def test_every_text_is_known_as_a_path_or_as_none() -> None:
+def test_every_text_is_known_as_a_path_or_as_none():
     """A new setting with a path is expanded, or this fails."""
     texts = {
         setting.key
@@ -414,9 +407,7 @@ def test_every_text_is_known_as_a_path_or_as_none() -> None:
     assert texts - NO_PATHS == paths
 
 
-def test_homes_are_expanded_in_every_path_and_nowhere_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_homes_are_expanded_in_every_path_and_nowhere_else(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/mé x")
     file = tmp_path / "a.yaml"
     file.write_text(
@@ -425,9 +416,12 @@ def test_homes_are_expanded_in_every_path_and_nowhere_else(
         "labels: {map: ~nobody-here/map.csv, space: ./~/space}\n"
     )
     run = load_run(DataPrepRun, file).run
-    assert (run.output, run.source.path) == ("/home/mé x/shards", "/home/mé x/images")
-    assert (run.source.leave_out, run.source.val_labels) == ("/home/mé x", "a/~/b")
-    assert (run.labels.map, run.labels.space) == ("~nobody-here/map.csv", "./~/space")
+    assert run.output == "/home/mé x/shards"
+    assert run.source.path == "/home/mé x/images"
+    assert run.source.leave_out == "/home/mé x"
+    assert run.source.val_labels == "a/~/b"
+    assert run.labels.map == "~nobody-here/map.csv"
+    assert run.labels.space == "./~/space"
     assert run.source.splits == {"train": "~/x"}
     given = ["init=~/runs/a", "images=[~/a b.png,hf://x/~y,~root/c]", "output=~/x.csv"]
     predict = load_run(PredictRun, None, overrides=given).run
@@ -436,12 +430,11 @@ def test_homes_are_expanded_in_every_path_and_nowhere_else(
         "hf://x/~y",
         os.path.expanduser("~root/c"),
     )
-    assert (predict.init, predict.output) == ("/home/mé x/runs/a", "/home/mé x/x.csv")
+    assert predict.init == "/home/mé x/runs/a"
+    assert predict.output == "/home/mé x/x.csv"
 
 
-def test_files_are_found_below_the_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_found_below_the_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.yaml").write_text("output: ~/x\nsource: {path: a}\n")
     (tmp_path / "a.yaml").write_text("base: ~/base.yaml\nstage: data_prep\n")

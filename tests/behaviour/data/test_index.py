@@ -1,7 +1,5 @@
 """Indexes and manifests, and the training sets made of them: subsets and mixtures."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -12,7 +10,6 @@ from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +21,7 @@ import yaml
 from data_prep.formats import index_files
 from data_prep.formats.index_files import write_index
 from tests.support.corpora.shard_folders import make_shard_folder, write_shard_folder
-from tests.support.tables import Values, refused, rows, words
+from tests.support.tables import every, refused, rows
 from vitscale.config.errors import StorageError, UserError
 from vitscale.data import index as index_module
 from vitscale.data.index import (
@@ -49,24 +46,22 @@ from vitscale.data.webdataset import tar_samples, tars_of_split
 from vitscale.distributed import atomic_files
 
 
-def edit_manifest(folder: Path, **changes: object) -> None:
+def edit_manifest(folder: Path, **changes) -> None:
     path = folder / MANIFEST_NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards(tmp_path_factory) -> Path:
     """20 samples of 2 classes in 3 tars, and a split `test` of 4 samples stored before them."""
-    folder, lengths = (
-        tmp_path_factory.mktemp("set") / "a",
-        {"test": (2, 2), "train": (7, 7, 6)},
-    )
+    folder = tmp_path_factory.mktemp("set") / "a"
+    lengths = {"test": (2, 2), "train": (7, 7, 6)}
     make_shard_folder(folder, lengths=lengths, classes=("cat", "dog"))
     return folder
 
 
 @pytest.fixture
-def copy(shards: Path, tmp_path: Path) -> Path:
+def copy(shards: Path, tmp_path) -> Path:
     return shutil.copytree(shards, tmp_path / "copy")
 
 
@@ -77,19 +72,22 @@ def keys(index: SplitIndex) -> list[str]:
 NAMES = [f"train-c{number % 2}-{number}" for number in range(20)]
 
 
-def test_a_split_is_read_without_the_others(shards: Path) -> None:
+def test_a_split_is_read_without_the_others(shards):
     index = read_split(shards, split="train")
     rows = pq.read_table(shards / INDEX_NAME).to_pylist()[4:]
     assert index.shard_of.tolist() == [0] * 7 + [1] * 7 + [2] * 6
     assert index.offset.tolist() == [row["offset"] for row in rows]
     assert index.length.tolist() == [row["length"] for row in rows]
-    assert index.label.tolist() == [0, 1] * 10 and index.classes == ("cat", "dog")
+    assert index.label.tolist() == [0, 1] * 10
+    assert index.classes == ("cat", "dog")
+
+    # The first eight bytes tell whether a sample was damaged.
     hashes = [int.from_bytes(row["blake3"][:8], "little") for row in rows]
-    assert index.hash_prefix is not None and index.hash_prefix.tolist() == hashes
+    assert index.hash_prefix.tolist() == hashes
     assert keys(index) == NAMES
 
 
-def test_columns_are_as_narrow_as_their_values() -> None:
+def test_columns_are_as_narrow_as_their_values():
     for value, dtype in (
         (-1, "int8"),
         (21_842, "int16"),
@@ -97,11 +95,12 @@ def test_columns_are_as_narrow_as_their_values() -> None:
         (2**31, "int64"),
     ):
         found = narrowed(np.array([0, value]))
-        assert (found.tolist(), found.dtype) == ([0, value], dtype)
+        assert found.tolist() == [0, value]
+        assert found.dtype == dtype
 
 
 @pytest.fixture
-def many_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def many_groups(tmp_path, monkeypatch) -> Path:
     """41 samples of `train` and 9 of `test`, in row groups of four."""
     monkeypatch.setattr(index_files, "ROW_GROUP_ROWS", 4)
     make_shard_folder(tmp_path / "set", lengths={"test": (9,), "train": (20, 21)})
@@ -109,28 +108,27 @@ def many_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "set"
 
 
-@words(split="test train")
-@pytest.mark.parametrize("seed", range(4))
-def test_keys_of_any_samples_are_those_of_the_table(
-    many_groups: Path, split: str, seed: int
-) -> None:
+@every(seed=range(4), split="test, train")
+def test_keys_of_any_samples_are_those_of_the_table(many_groups, split, seed):
     rows = pq.read_table(many_groups / INDEX_NAME).to_pylist()
     expected = [row["key"] for row in rows if row["split"] == split]
-    random, index = np.random.default_rng(seed), read_split(many_groups, split=split)
+    random = np.random.default_rng(seed)
+    index = read_split(many_groups, split=split)
     wanted = random.integers(0, len(expected), 25).tolist()
     assert sample_keys(index, wanted) == [expected[row] for row in wanted]
     subset = np.sort(random.choice(len(expected), 7, replace=False))
     names = [expected[row] for row in subset]
     assert keys(index.subset(subset, name="some")) == names
     assert sample_keys(index, []) == []
+
+    # A list by hand may name what is gone; two such lines are counted.
     listing = listed(many_groups / "keys", [*names, "other", "unknown"])
     chosen = choose_by_key(index, listing)
     assert keys(chosen) == names
-    assert (
-        "2 lines of data.only_keys name no sample" in chosen.note
-        and "'unknown'" in chosen.note
-    )
+    assert "2 lines of data.only_keys name no sample" in chosen.note
+    assert "'unknown'" in chosen.note
     assert choose_by_key(index, listed(many_groups / "keys", names)).note == ""
+
     # That other settings leave out a sample does not matter.
     some = index.subset(subset[1:], name="some")
     assert choose_by_key(some, listed(many_groups / "keys", names)).note == ""
@@ -140,15 +138,18 @@ def damage_keys(path: Path, row_group: int) -> None:
     """Overwrite the keys of a row group on the disk."""
     column = pq.ParquetFile(path).metadata.row_group(row_group).column(0)
     assert column.path_in_schema == "key"
+
+    # A dictionary, where there is one, comes before the values.
     start = column.dictionary_page_offset or column.data_page_offset
     with open(path, "r+b") as file:
         file.seek(start)
         file.write(b"\xff" * column.total_compressed_size)
 
 
-def test_only_the_row_groups_of_the_samples_are_read(many_groups: Path) -> None:
+def test_only_the_row_groups_of_the_samples_are_read(many_groups):
     """So all others may be damaged, and a name costs the same whatever the size of the corpus."""
-    index, path = read_split(many_groups, split="train"), many_groups / INDEX_NAME
+    index = read_split(many_groups, split="train")
+    path = many_groups / INDEX_NAME
     for row_group in {*range(14)} - {3, 3 + 5}:
         damage_keys(path, row_group)
     found = sample_names([index], [(0, 21), (0, 3)])
@@ -187,12 +188,11 @@ def shortened(path: Path) -> None:
         "shorter",
     ],
 )
-def test_a_sample_without_a_readable_key_is_named_by_number(
-    copy: Path, change: Any
-) -> None:
+def test_a_sample_without_a_readable_key_is_named_by_number(copy, change):
     """Whatever happens to the index during a run, a name does not end it."""
     index = read_split(copy, split="train")
     assert sample_names([index], [(0, 6), (0, 1)]) == [repr(NAMES[6]), repr(NAMES[1])]
+
     change(copy / INDEX_NAME)
     assert sample_names([index], [(0, 6)]) == ["number 6 of 'train'"]
     with pytest.raises(UserError):
@@ -203,15 +203,15 @@ def test_a_sample_without_a_readable_key_is_named_by_number(
 
 
 @pytest.fixture
-def flaky(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, int], list[str]]:
+def flaky(monkeypatch) -> Callable[[str, int, int], list[str]]:
     """Make reads of files with a name fail so often with an error; returns what they were."""
     monkeypatch.setattr(atomic_files, "READ_PAUSES_S", (0.0,) * 3)
 
     def start(name: str, error: int, times: int) -> list[str]:
-        failed: list[str] = []
+        failed = []
 
-        def failing(real: Any) -> Any:
-            def call(path: Any, *args: Any, **more: Any) -> Any:
+        def failing(real):
+            def call(path, *args, **more):
                 if str(path).endswith(name) and len(failed) < times:
                     failed.append(str(path))
                     raise OSError(error, os.strerror(error))
@@ -222,7 +222,7 @@ def flaky(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, int], list[str
         for owner, function in (
             *(
                 (Path, function)
-                for function in ("read_bytes", "stat", "is_dir", "is_file")
+                for function in "read_bytes stat is_dir is_file".split()
             ),
             *((pq, function) for function in ("read_table", "ParquetFile")),
             (os, "listdir"),
@@ -234,11 +234,11 @@ def flaky(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, int], list[str
 
 
 def first_key_of_stream(folder: Path) -> str:
-    how: dict[str, int] = {"num_classes": 0, "seed": 0, "start": 0, "process": 0}
+    how = {"num_classes": 0, "seed": 0, "start": 0, "process": 0}
     return next(tar_samples([folder / "train-000001.tar"], num_processes=1, **how))[1]
 
 
-READS: dict[str, Callable[[Path], Any]] = {
+READS = {
     "index": lambda folder: keys(read_split(folder, split="train")),
     "listing": lambda folder: tars_of_split(folder, "train", where="data.train_split"),
     "stream": first_key_of_stream,
@@ -255,12 +255,13 @@ READS: dict[str, Callable[[Path], Any]] = {
         ("stream", "train-000001.tar"),
     ],
 )
-@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
+@every(error=[errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
 def test_a_start_waits_for_storage_that_fails_for_a_moment(
-    copy: Path, flaky: Any, read: str, name: str, error: int
-) -> None:
+    copy, flaky, read, name, error
+):
     """For longer it is a failure of storage, which a job is started again after; not bad input."""
-    expected, failed = READS[read](copy), flaky(name, error, 2)
+    expected = READS[read](copy)
+    failed = flaky(name, error, 2)
     assert READS[read](copy) == expected
     assert len(failed) == 2
     flaky(name, error, 10**6)
@@ -269,12 +270,13 @@ def test_a_start_waits_for_storage_that_fails_for_a_moment(
 
 
 def test_keys_are_searched_anew_where_storage_fails_in_the_middle(
-    many_groups: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    many_groups, monkeypatch
+):
     """What was found before the failure does not count twice."""
-    calls, read = list[int](), pq.ParquetFile.read_row_groups
+    calls = []
+    read = pq.ParquetFile.read_row_groups
 
-    def failing(file: Any, *args: Any, **more: Any) -> Any:
+    def failing(file, *args, **more):
         calls.append(1)
         if len(calls) == 3:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -284,13 +286,16 @@ def test_keys_are_searched_anew_where_storage_fails_in_the_middle(
     names = [row["key"] for row in rows if row["split"] == "train"][1::6]
     split = read_split(many_groups, split="train")
     monkeypatch.setattr(atomic_files, "READ_PAUSES_S", (0.0,))
+
+    # One group per read, so that a failure comes in the middle.
     monkeypatch.setattr(index_module, "GROUPS_AT_ONCE", 1)
     monkeypatch.setattr(pq.ParquetFile, "read_row_groups", failing)
     chosen = choose_by_key(split, listed(many_groups / "keys", names))
-    assert len(calls) == 2 + 1 + 11 and keys(chosen) == names
+    assert len(calls) == 2 + 1 + 11
+    assert keys(chosen) == names
 
 
-def test_missing_and_shortened_tars_are_all_named(copy: Path) -> None:
+def test_missing_and_shortened_tars_are_all_named(copy):
     """One rank looks at them; the others read the index alone, and pass it on."""
     settings = DataSettings(path=str(copy), global_batch=2)
     whole = open_training_set(settings, seed=0)
@@ -301,8 +306,11 @@ def test_missing_and_shortened_tars_are_all_named(copy: Path) -> None:
     text = str(caught.value)
     assert "train-000000.tar: missing" in text
     assert "train-000002.tar: 5 bytes, but the manifest says " in text
-    assert "2 of 4 files" in text and "make the shards again" in text
+    assert "2 of 4 files" in text
+    assert "make the shards again" in text
     assert read_split(copy, split="test").num_samples == 4
+
+    # The other ranks, without a look at the tars.
     unchecked = open_training_set(settings, seed=0, check_files=False)
     passed_on = pickle.loads(pickle.dumps(unchecked))
     assert passed_on.fingerprint == whole.fingerprint
@@ -319,15 +327,13 @@ def test_missing_and_shortened_tars_are_all_named(copy: Path) -> None:
 - [{classes: []}, disagrees with manifest.json]
 - [{classes: [cat]}, disagrees with manifest.json]
 """)
-def test_a_manifest_that_does_not_fit_is_refused(
-    copy: Path, changes: dict[str, object], message: str
-) -> None:
+def test_a_manifest_that_does_not_fit_is_refused(copy, changes, message):
     edit_manifest(copy, **changes)
     with refused(message):
         read_split(copy, split="train")
 
 
-def test_rows_that_no_preparation_writes_are_refused(copy: Path) -> None:
+def test_rows_that_no_preparation_writes_are_refused(copy):
     table = pq.read_table(copy / INDEX_NAME)
     zeros = pa.array([0] * len(table))
     for changed in (table[::-1], table.set_column(4, "length", zeros)):
@@ -337,10 +343,8 @@ def test_rows_that_no_preparation_writes_are_refused(copy: Path) -> None:
             read_split(copy, split="train")
 
 
-@pytest.mark.parametrize("classes", [(), ("cat", "dog")])
-def test_samples_have_no_label_if_there_are_no_classes(
-    copy: Path, classes: tuple[str, ...]
-) -> None:
+@every(classes=[(), ("cat", "dog")])
+def test_samples_have_no_label_if_there_are_no_classes(copy, classes):
     table = pq.read_table(copy / INDEX_NAME)
     column = pa.array([-1] * len(table), pa.int32())
     table = table.set_column(table.schema.get_field_index("label"), "label", column)
@@ -354,7 +358,7 @@ def test_samples_have_no_label_if_there_are_no_classes(
 # ---- training sets -------------------------------------------------------------------------------
 
 
-def opened(path: Path, **settings: object) -> TrainingSet:
+def opened(path: Path, **settings) -> TrainingSet:
     values = {"path": str(path), "global_batch": 2, **settings}
     return open_training_set(DataSettings.model_validate(values), seed=0)
 
@@ -375,47 +379,49 @@ def listed(path: Path, names: list[str]) -> str:
 - [{dev_percent: 10, first_percent: 50}, [0, 1, 2, 3, 4, 5, 6, 7, 8]]
 - [{dev_percent: 40, first_percent: 50, only_classes: [dog]}, [1, 3, 5]]
 """)
-def test_a_subset_keeps_labels_and_places(
-    shards: Path, tmp_path: Path, settings: Values, chosen: list[int]
-) -> None:
+def test_a_subset_keeps_labels_and_places(shards, tmp_path, settings, chosen):
     if "only_keys" in settings:
         settings = settings | {
             "only_keys": listed(tmp_path / "keys.txt", settings["only_keys"])
         }
-    whole, part = opened(shards), opened(shards, **settings)
-    (stored,), (index,) = whole.parts, part.parts
+    whole = opened(shards)
+    part = opened(shards, **settings)
+    (stored,) = whole.parts
+    (index,) = part.parts
     assert keys(index) == [NAMES[row] for row in chosen]
     assert part.num_samples == len(chosen)
     np.testing.assert_array_equal(index.label, stored.label[chosen])
     np.testing.assert_array_equal(index.offset, stored.offset[chosen])
-    assert sum(index.shard_lengths) == len(chosen) and part.classes == ("cat", "dog")
+    assert sum(index.shard_lengths) == len(chosen)
+    assert part.classes == ("cat", "dog")
     assert part.fingerprint != whole.fingerprint
+
+    # What is held out and what is trained on are the whole together.
     if "dev_percent" in settings:
         uncut = opened(shards, **{**settings, "dev_percent": 0.0})
-        assert part.dev is not None and uncut.dev is None
+        assert part.dev is not None
+        assert uncut.dev is None
         assert [*keys(index), *keys(part.dev)] == keys(uncut.parts[0])
         assert len({part.fingerprint, uncut.fingerprint, part.dev.fingerprint}) == 3
 
 
-def test_the_same_choice_from_another_file_is_the_same_set(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_the_same_choice_from_another_file_is_the_same_set(shards, tmp_path):
     one, two, three = (
         opened(shards, only_keys=listed(tmp_path / f"{number}.txt", names))
         for number, names in enumerate(
             (NAMES[3:6], [*NAMES[5:2:-1], "not there"], NAMES[3:5])
         )
     )
-    assert (
-        one.fingerprint == two.fingerprint and one.key_hash == two.key_hash is not None
-    )
+    assert one.fingerprint == two.fingerprint
+    assert one.key_hash == two.key_hash is not None
     assert one.key_hash != three.key_hash
 
 
-def test_a_mixture_names_all_its_parts(shards: Path, tmp_path: Path) -> None:
+def test_a_mixture_names_all_its_parts(shards, tmp_path):
     other = write_shard_folder(tmp_path / "b", num_per_class=4, num_shards=1, seed=5)
     mixed = opened(shards, mixture=[{"path": str(other), "share": 0.25}])
-    assert mixed.num_samples == 28 and mixed.order.shares == (750_000, 250_000)
+    assert mixed.num_samples == 28
+    assert mixed.order.shares == (750_000, 250_000)
     others = [
         opened(shards),
         opened(shards, mixture=[{"path": str(other), "share": 0.5}]),
@@ -426,19 +432,19 @@ def test_a_mixture_names_all_its_parts(shards: Path, tmp_path: Path) -> None:
     assert len({mixed.fingerprint, *(each.fingerprint for each in others)}) == 6
 
 
-def test_the_cache_must_hold_the_largest_tars_of_each_set() -> None:
+def test_the_cache_must_hold_the_largest_tars_of_each_set():
     sizes = range(20 << 20, 40 << 20, 1 << 20)
     tars = [RemoteFile(Url("http://x/y"), size, "", Path(), 0) for size in sizes]
-    parts: Any = [SimpleNamespace(shards=tars)] * 2
+    parts = [SimpleNamespace(shards=tars)] * 2
+
+    # The sixteen largest of 20 to 39 MiB, of each of two sets.
     gib = 2 * sum(range(24, 40)) / 1024
     _check_cache(parts, RemoteSettings(cache_gib=gib))
     with refused("0.984 GiB or more"):
         _check_cache(parts, RemoteSettings(cache_gib=gib - 0.001))
 
 
-def test_images_held_out_are_found_in_what_is_mixed_in(
-    shards: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_held_out_are_found_in_what_is_mixed_in(shards, copy, tmp_path, capsys):
     for path in (shards, copy):
         with refused(r"mixture\[0\].* 2 of the images .*holds out"):
             opened(shards, mixture=[{"path": str(path), "share": 0.5}], dev_percent=10)
@@ -464,9 +470,7 @@ UNFIT = r"""
 """
 
 
-def test_what_does_not_fit_is_refused(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_refused(shards, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few = {"num_per_class": 4, "num_shards": 1}
     write_shard_folder(tmp_path / "owls", classes=("cat", "owl"), **few)

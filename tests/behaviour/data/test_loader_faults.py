@@ -1,7 +1,5 @@
 """Unreadable samples, and loader workers that die or hang."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -10,7 +8,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +16,7 @@ import torch
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.loader_runs import rank_batches_of, worker_pids
 from tests.support.ranks.warm_ranks import ROOT
+from tests.support.tables import every, refused
 from tests.support.waiting import wait_until
 from vitscale.config.errors import RankError, StorageError, UserError, WorkerError
 from vitscale.data import loader as loader_module
@@ -32,7 +30,7 @@ NUM = 60
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Path:
+def shards(tmp_path) -> Path:
     return write_shard_folder(tmp_path / "shards", num_per_class=NUM // 2, num_shards=3)
 
 
@@ -55,10 +53,11 @@ def batches(
         yield from rank_batches_of(data, stop=12 * steps, rank=rank, ranks=ranks)
 
 
-def test_the_substitute_is_the_same_on_every_layout(shards: Path) -> None:
+def test_the_substitute_is_the_same_on_every_layout(shards):
     undamaged = list(batches(shards, workers=0))
     damage(shards, [5, 17])
     found = list(batches(shards, workers=0))
+
     # Two epochs, hence twice each.
     lost = [each for batch in found for each in batch.unreadable]
     assert sorted((each.part, each.sample) for each in lost) == [
@@ -68,6 +67,8 @@ def test_the_substitute_is_the_same_on_every_layout(shards: Path) -> None:
         (0, 17),
     ]
     assert {Path(each.shard).name for each in lost} == {"train-000000.tar"}
+
+    # The same run by other processes, and by three ranks.
     with_workers = list(batches(shards, workers=2))
     ranks = list(batches(shards, workers=1, ranks=3))
     for step, (before, after) in enumerate(zip(undamaged, found, strict=True)):
@@ -85,12 +86,10 @@ def test_the_substitute_is_the_same_on_every_layout(shards: Path) -> None:
         assert torch.cat([third.images for third in thirds]).equal(after.images)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_run_ends_if_no_substitute_can_be_read(shards: Path, workers: int) -> None:
+@every(workers="0, 2")
+def test_the_run_ends_if_no_substitute_can_be_read(shards, workers):
     damage(shards, list(range(NUM)))
-    with pytest.raises(
-        UserError, match=r"(?s)sample 'train-.*' cannot be read.*nor can 8 sub"
-    ):
+    with refused(r"(?s)sample 'train-.*' cannot be read.*nor can 8 sub"):
         list(batches(shards, workers=workers))
 
 
@@ -101,11 +100,11 @@ def test_the_run_ends_if_no_substitute_can_be_read(shards: Path, workers: int) -
         (signal.SIGSTOP, "pid {pid}, stopped.* gave no batch .* for 3 s"),
     ],
 )
-def test_a_dead_or_hung_worker_is_named(
-    shards: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, message: str
-) -> None:
+def test_a_dead_or_hung_worker_is_named(shards, monkeypatch, number, message):
     running = batches(shards, workers=2, steps=10_000)
     next(running)
+
+    # Set after the first batch, which takes longer: workers start.
     monkeypatch.setattr(loader_module, "TIMEOUT_S", 3.0)
     workers = worker_pids()
     os.kill(workers[0], number)
@@ -113,6 +112,8 @@ def test_a_dead_or_hung_worker_is_named(
         for _ in running:
             pass
     assert caught.match("(?s)" + message.format(pid=workers[0]))
+
+    # The next run has workers of its own.
     wait_until(lambda: not any(is_alive(worker) for worker in workers))
     assert len(list(batches(shards, workers=2))) == 10
 
@@ -132,11 +133,10 @@ class StuckSamples(Samples):
         return os.getpid(), []
 
 
-@pytest.mark.parametrize("how", ["sleeps", "computes"])
-@pytest.mark.parametrize("positions", [[[0], [0], [1]], [[0], [0], [0], [0, 0, 1]]])
+@every(positions="[[0], [0], [1]], [[0], [0], [0], [0, 0, 1]]", how="sleeps, computes")
 def test_a_worker_that_gives_no_batch_is_named_whatever_it_does(
-    monkeypatch: pytest.MonkeyPatch, how: str, positions: list[list[int]]
-) -> None:
+    monkeypatch, how, positions
+):
     """Also in the middle of a batch, and while another worker has nothing to do."""
     data = DataSettings(path="x", global_batch=3, num_workers=2)
     samples = StuckSamples(how)
@@ -145,6 +145,7 @@ def test_a_worker_that_gives_no_batch_is_named_whatever_it_does(
     ) as found:
         pids = [next(found).labels.item() for _ in range(2)]
         stuck = pids[(len(positions) - 1) % 2]
+
         monkeypatch.setattr(loader_module, "TIMEOUT_S", 0.4)
         state = {"sleeps": "sleeping", "computes": "running"}[how]
         with pytest.raises(
@@ -153,22 +154,23 @@ def test_a_worker_that_gives_no_batch_is_named_whatever_it_does(
             list(found)
 
 
-def test_a_worker_that_makes_progress_is_not_hung() -> None:
+def test_a_worker_that_makes_progress_is_not_hung():
     """A batch may take longer than the limit, if its images do not."""
     progress = np.zeros(2, np.int64)
 
     class Slow:
         num_waits = 0
 
-        def poll(self, seconds: float) -> bool:
+        def poll(self, seconds):
             self.num_waits += 1
+            # An image every 15 waits: fewer than after which it would be hung.
             progress[1] += self.num_waits % 15 == 0
             return self.num_waits > 10 * loader_module.NUM_WAITS
 
-        def recv(self) -> Any:
+        def recv(self):
             return [7], []
 
-    worker: Any = SimpleNamespace(process=SimpleNamespace(pid=1), connection=Slow())
+    worker = SimpleNamespace(process=SimpleNamespace(pid=1), connection=Slow())
     assert loader_module._reply(worker, progress) == ([7], [])
 
 
@@ -182,8 +184,8 @@ class NumberedSamples(Samples):
         return position, []
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_workers_that_are_ahead_leave_alone_what_is_read(workers: int) -> None:
+@every(workers="1, 3")
+def test_workers_that_are_ahead_leave_alone_what_is_read(workers):
     """Pixels stay until the next batch is taken, however long that is."""
     positions = [[number] for number in range(12)]
     with loader_module._filled_by_workers(
@@ -191,7 +193,8 @@ def test_workers_that_are_ahead_leave_alone_what_is_read(workers: int) -> None:
     ) as filled:
         for number, (pixels, labels, _) in enumerate(filled):
             time.sleep(0.05)
-            assert (labels, pixels.unique().tolist()) == ([number], [number])
+            assert labels == [number]
+            assert pixels.unique().tolist() == [number]
 
 
 class AwaySamples(Samples):
@@ -206,7 +209,7 @@ class AwaySamples(Samples):
         raise self.error
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@every(workers="0, 1")
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -224,9 +227,7 @@ class AwaySamples(Samples):
         ),
     ],
 )
-def test_an_error_of_one_rank_keeps_its_kind(
-    workers: int, error: UserError, code: int
-) -> None:
+def test_an_error_of_one_rank_keeps_its_kind(workers, error, code):
     """The other ranks do not know of it, so this one prints it; a job of the first is requeued."""
     data = DataSettings(path="x", global_batch=1, num_workers=workers)
     samples = AwaySamples(error)
@@ -263,16 +264,13 @@ def child(shards: Path, end: str) -> tuple[subprocess.Popen[str], list[int]]:
     command = [sys.executable, "-c", CHILD, str(shards), end]
     more = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "start_new_session": True}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **more)
-    assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) == 3
     return process, pids
 
 
 @pytest.mark.parametrize(("end", "code"), [("kill", -signal.SIGKILL), ("finish", 0)])
-def test_server_and_workers_end_with_their_rank(
-    shards: Path, end: str, code: int
-) -> None:
+def test_server_and_workers_end_with_their_rank(shards, end, code):
     """Also a worker that is stopped, in the middle of a stream."""
     process, pids = child(shards, end)
     assert process.wait() == code
@@ -280,12 +278,14 @@ def test_server_and_workers_end_with_their_rank(
 
 
 @pytest.mark.slow
-def test_a_job_that_was_suspended_continues(shards: Path) -> None:
+def test_a_job_that_was_suspended_continues(shards):
     """A pause of trainer and workers together is no hang of a worker."""
     process, (_, *workers) = child(shards, "continue")
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
     time.sleep(1)  # for it to wait for a batch by then
+
+    # Longer than the limit of 4 s.
     os.killpg(process.pid, signal.SIGSTOP)
     time.sleep(6)
     os.killpg(process.pid, signal.SIGCONT)

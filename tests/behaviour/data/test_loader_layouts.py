@@ -4,28 +4,27 @@ A resumed run knows one integer only, so its second half does not depend on the 
 each half runs once per layout, and every pair of a first and a second half is compared.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.loader_runs import GLOBAL_BATCH, Run
+from tests.support.tables import every
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 
 STEPS = 6
 # Layouts (ranks, workers) of the fast test and of the exhaustive one.
-FEW, GRID = [(1, 0), (2, 3), (3, 1)], list(product((1, 2, 3, 4, 8), (0, 1, 2, 3)))
+FEW = [(1, 0), (2, 3), (3, 1)]
+GRID = list(product((1, 2, 3, 4, 8), (0, 1, 2, 3)))
 # One set; or two, in two views, a part of the one and all of the other, augmented.
 SETS = ("plain", "mixed")
 Folders = tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def folders(tmp_path_factory) -> Folders:
     base = tmp_path_factory.mktemp("layouts")
     return (
         write_shard_folder(base / "a", num_per_class=30, num_shards=5),
@@ -36,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 def run_of(folders: Folders, which: str) -> Run:
     if which == "plain":
         return Run(folders[0])
-    more: dict[str, Any] = {
+    more = {
         "views": 2,
         "first_percent": 80,
         "mixture": [{"path": str(folders[1]), "share": 0.3}],
@@ -53,10 +52,10 @@ def run_of(folders: Folders, which: str) -> Run:
     [FEW, pytest.param(GRID, marks=pytest.mark.exhaustive)],
     ids=["few", "all"],
 )
-@pytest.mark.parametrize("which", SETS)
+@every(which=SETS)
 def test_a_run_resumed_on_another_layout_is_the_same_run(
-    folders: Folders, which: str, layouts: list[tuple[int, int]]
-) -> None:
+    folders: Folders, which, layouts
+):
     """Every pair of layouts, with real processes; each layout resumes at another step.
 
     The first run of each is left while its workers have batches ahead.
@@ -81,7 +80,7 @@ def test_a_run_resumed_on_another_layout_is_the_same_run(
         assert heads[before][:stop] + tails[after] == undisturbed, (before, after, stop)
 
 
-def test_accumulation_does_not_change_the_global_batch(folders: Folders) -> None:
+def test_accumulation_does_not_change_the_global_batch(folders: Folders):
     run = Run(folders[0])
     whole = run.batches(ranks=2, workers=0, start=0, stop=2)
     for accumulation in (2, 3, 4):

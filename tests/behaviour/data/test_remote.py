@@ -1,7 +1,5 @@
 """Shards at a URL: which are read, what is tried again, what the cache keeps, and the same run."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -20,7 +18,7 @@ from blake3 import blake3
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.loader_runs import Run
 from tests.support.range_server import RangeServer, served
-from tests.support.tables import refused, rows, words
+from tests.support.tables import every, refused, rows
 from tests.support.waiting import wait_until
 from vitscale.config.errors import FailureKind, StorageError, UserError
 from vitscale.data import remote
@@ -56,13 +54,13 @@ class Clock:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch) -> None:
     monkeypatch.setattr(remote, "time", Clock())
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     made = write_shard_folder(
         tmp_path_factory.mktemp("remote") / "bucket", num_per_class=40, num_shards=20
     )
@@ -108,8 +106,8 @@ REFUSED = yaml.safe_load(r"""
 
 
 def test_urls_with_commands_or_secrets_are_refused_and_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     # What webdataset and others rewrite URLs by; it must have no effect here.
     monkeypatch.setenv("GOPEN_REWRITE", f"http://=pipe:touch {tmp_path}/canary ;")
     for text in REFUSED:
@@ -118,6 +116,8 @@ def test_urls_with_commands_or_secrets_are_refused_and_not_repeated(
         with refused(r"^data\.path: is not a plain URL") as caught:
             read_manifest(text)
         assert SECRET not in str(caught.value)
+
+    # Paths of this machine are no URLs, whatever they contain.
     for name in (
         "a::pipe:touch canary",
         "$(touch canary)",
@@ -139,15 +139,11 @@ def test_urls_with_commands_or_secrets_are_refused_and_not_repeated(
 - ["s3://bucket/a", "../../../other", "s3://bucket/other"]
 - ["s3://bucket", "/etc/passwd", "s3://bucket/etc/passwd"]
 """)
-def test_names_are_joined_and_stay_on_their_host(
-    folder: str, name: str, joined: str
-) -> None:
+def test_names_are_joined_and_stay_on_their_host(folder, name, joined):
     assert str(location_of(folder) / name) == joined
 
 
-def test_an_external_manifest_cannot_name_other_places(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_an_external_manifest_cannot_name_other_places(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     path = copy / MANIFEST_NAME
     text = json.loads(path.read_text())
@@ -169,11 +165,11 @@ def content_of(url: str, name: str = "a.bin") -> bytes:
     return b"".join(read_chunks(Url(url) / name))
 
 
-@words(fault="error drop short no_ranges slow")
-def test_a_transient_fault_is_retried(
-    folder: Path, server: RangeServer, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@every(fault="error, drop, short, no_ranges, slow")
+def test_a_transient_fault_is_retried(folder, server: RangeServer, fault, monkeypatch):
     monkeypatch.setattr(remote, "CHUNK_BYTES", 4000)
+
+    # Two requests of three fail, so each piece is asked for again.
     server.fault = lambda path, number: fault if number % 3 else None
     assert content_of(server.url) == (folder / "a.bin").read_bytes()
     assert server.encodings == {"identity"}
@@ -187,13 +183,7 @@ def test_a_transient_fault_is_retried(
 - [forbidden, storage, 403.*; 1 requests]
 - [missing, bad input, ; 1 requests]
 """)
-def test_a_lasting_fault_is_one_error(
-    server: RangeServer,
-    fault: str,
-    kind: str,
-    text: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_lasting_fault_is_one_error(server: RangeServer, fault, kind, text, capsys):
     """In time, and said meanwhile; a refusal at once."""
     server.fault = lambda path, number: fault
     with refused(rf"a\.bin: cannot be read .*{text}") as caught:
@@ -204,13 +194,13 @@ def test_a_lasting_fault_is_one_error(
     )
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [("HOME", "/none"), ("AWS_ACCESS_KEY_ID", "a"), ("AWS_PROFILE", "none")],
-)
-def test_missing_credentials_are_an_error_at_once(
-    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@rows("""
+- [variable, value]
+- [HOME, /none]
+- [AWS_ACCESS_KEY_ID, a]
+- [AWS_PROFILE, none]
+""")
+def test_missing_credentials_are_an_error_at_once(variable, value, monkeypatch):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, text in {
@@ -224,10 +214,8 @@ def test_missing_credentials_are_an_error_at_once(
 
 
 @pytest.mark.slow
-@words(scheme="s3 gs")
-def test_buckets_answer_with_what_was_asked_for(
-    scheme: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@every(scheme="s3, gs")
+def test_buckets_answer_with_what_was_asked_for(scheme, folder, monkeypatch):
     """Through the real client libraries."""
     import fsspec
 
@@ -245,9 +233,9 @@ def test_buckets_answer_with_what_was_asked_for(
         assert sorted(found) == sorted(path.name for path in folder.iterdir())
 
 
-def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_a_backend_are_redacted(monkeypatch):
     class Failing:
-        def cat_file(self, url: str, **span: int) -> bytes:
+        def cat_file(self, url, **span):
             raise OSError(
                 f"GET https://key:{SECRET}@host/a.bin?se=1&blob={SECRET} failed"
             )
@@ -260,7 +248,7 @@ def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> 
     assert SECRET not in str(caught.value)
 
 
-def test_a_silent_server_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_is_an_error_in_time(monkeypatch):
     monkeypatch.setattr(remote, "PATIENCE_S", 0.8)
     monkeypatch.setattr(remote, "REQUEST_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -279,9 +267,11 @@ def content(number: int) -> bytes:
 
 
 @pytest.fixture
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def log(tmp_path, monkeypatch) -> Path:
     """Numbers of the files that are asked for; number 99 has wrong bytes."""
     path = tmp_path / "log"
+
+    # A file, because other processes ask, too.
     path.touch()
 
     def answered(url: Url, num_bytes: int) -> list[bytes]:
@@ -302,13 +292,12 @@ class Cache:
     """Files by number in the folder of a cache for `num_files` of them."""
 
     def __init__(self, path: Path, num_files: float = 3) -> None:
-        self.folder, self.max_bytes = (
-            open_cache(str(path / "cache")),
-            int(num_files * SIZE),
-        )
+        self.folder = open_cache(str(path / "cache"))
+        self.max_bytes = int(num_files * SIZE)
 
     def file(self, number: int) -> RemoteFile:
-        url, digest = Url(f"s3://bucket/{number}"), blake3(content(number)).hexdigest()
+        url = Url(f"s3://bucket/{number}")
+        digest = blake3(content(number)).hexdigest()
         return RemoteFile(url, SIZE, digest, self.folder, self.max_bytes)
 
     def held(self) -> list[int | str]:
@@ -326,11 +315,11 @@ class Cache:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, log: Path) -> Cache:
+def cache(tmp_path, log: Path) -> Cache:
     return Cache(tmp_path)
 
 
-def test_the_least_recently_used_file_is_evicted_first(cache: Cache) -> None:
+def test_the_least_recently_used_file_is_evicted_first(cache: Cache):
     for number in range(3):
         cache.use(number, seconds_ago=100 - number)
     assert cache.read(0) == content(0)[5:12]  # used just now
@@ -338,16 +327,18 @@ def test_the_least_recently_used_file_is_evicted_first(cache: Cache) -> None:
     assert cache.held() == [0, 2, 3]
 
 
-def test_a_prefetch_evicts_nothing_in_use(cache: Cache) -> None:
+def test_a_prefetch_evicts_nothing_in_use(cache: Cache):
     for number in range(3):
         cache.use(number, seconds_ago=0)
+
+    # Only this one has not been used for long.
     cache.use(0, seconds_ago=remote.IDLE_S + 1)
     prefetch([cache.file(number) for number in (1, 3, 4)])
     wait_until(lambda: not remote._prefetching.is_alive())
     assert cache.held() == [1, 2, 3]
 
 
-def test_damage_is_fetched_again_and_never_kept(cache: Cache, log: Path) -> None:
+def test_damage_is_fetched_again_and_never_kept(cache: Cache, log):
     """On the local disk, and where the bytes are stored."""
     shard = cache.file(1)
     for damage in (b"x" * SIZE, b""):
@@ -361,12 +352,11 @@ def test_damage_is_fetched_again_and_never_kept(cache: Cache, log: Path) -> None
     log.write_text("")
     with refused("bucket/99: cannot be read: its bytes do not have"):
         cache.file(99).path()
-    assert cache.held() == [] and requests(log) == [99] * remote.DAMAGED_READS
+    assert cache.held() == []
+    assert requests(log) == [99] * remote.DAMAGED_READS
 
 
-def test_a_cache_that_cannot_keep_a_file_is_one_error(
-    tmp_path: Path, log: Path
-) -> None:
+def test_a_cache_that_cannot_keep_a_file_is_one_error(tmp_path, log):
     """No sample is replaced for it."""
     with refused("bucket/1 cannot be kept there .*no space for 1000 bytes"):
         Cache(tmp_path, num_files=0.5).read(1)
@@ -376,7 +366,7 @@ def test_a_cache_that_cannot_keep_a_file_is_one_error(
         open_cache(None)
 
 
-def test_partial_files_of_a_killed_process_are_removed(cache: Cache) -> None:
+def test_partial_files_of_a_killed_process_are_removed(cache: Cache):
     left = cache.folder / f"{cache.file(1).blake3_hex}.part"
     left.write_bytes(content(0))
     for number in (2, 3):
@@ -386,7 +376,8 @@ def test_partial_files_of_a_killed_process_are_removed(cache: Cache) -> None:
     cache.file(4).path()
     assert cache.held() == [2, 3, 4]
     left.write_bytes(content(0))
-    assert cache.file(1).path().read_bytes() == content(1) and not left.exists()
+    assert cache.file(1).path().read_bytes() == content(1)
+    assert not left.exists()
 
 
 def _fetch_all(cache: Cache, first: int, sizes: Path) -> None:
@@ -401,12 +392,11 @@ def _fetch_all(cache: Cache, first: int, sizes: Path) -> None:
             log.write(f"{sum(inodes.values())}\n")
 
 
-@pytest.mark.parametrize("limit", [100, 4])
-def test_many_processes_fetch_each_file_once_and_keep_the_size(
-    tmp_path: Path, log: Path, limit: int
-) -> None:
+@every(limit="100, 4")
+def test_many_processes_fetch_each_file_once_and_keep_the_size(tmp_path, log, limit):
     context = multiprocessing.get_context("fork")
-    cache, sizes = Cache(tmp_path, num_files=limit), tmp_path / "sizes"
+    cache = Cache(tmp_path, num_files=limit)
+    sizes = tmp_path / "sizes"
     processes = [
         context.Process(target=_fetch_all, args=(cache, first, sizes))
         for first in range(4)
@@ -435,7 +425,7 @@ def undisturbed(folder: Path) -> list[list[bytes]]:
 
 
 @pytest.fixture
-def run(server: RangeServer, tmp_path: Path) -> Run:
+def run(server: RangeServer, tmp_path) -> Run:
     return Run(server.url, {"remote": {"cache_path": str(tmp_path / "cache")}})
 
 
@@ -446,8 +436,8 @@ def flaky(path: str, number: int) -> str | None:
 
 
 def test_every_layout_gives_the_batches_of_local_shards(
-    run: Run, server: RangeServer, undisturbed: list[list[bytes]], tmp_path: Path
-) -> None:
+    run: Run, server: RangeServer, undisturbed, tmp_path
+):
     server.fault = flaky
     found = run.batches(ranks=1, workers=0, start=0, stop=1)
     found += run.batches(ranks=3, workers=2, start=1, stop=STEPS)
@@ -460,17 +450,18 @@ def test_every_layout_gives_the_batches_of_local_shards(
 
 
 def test_each_shard_is_prefetched_once_within_the_cache_size(
-    run: Run, server: RangeServer, undisturbed: list[list[bytes]], tmp_path: Path
-) -> None:
+    run: Run, server: RangeServer, undisturbed, tmp_path
+):
     # In this process: workers end in the middle of a fetch, which another then begins again.
     assert run.batches(ranks=1, workers=0, start=0, stop=1) == undisturbed[:1]
+
     # Two blocks of 16 fit; the second is fetched while the first is read.
     index = read_split(
         server.url, split="train", remote_settings=run.settings(0).remote
     )
     files = [shard for shard in index.shards if isinstance(shard, RemoteFile)]
 
-    def are_fetched() -> bool:
+    def are_fetched():
         prefetch(files)  # as each batch asks for it
         return all((tmp_path / "cache" / file.blake3_hex).exists() for file in files)
 
@@ -479,16 +470,21 @@ def test_each_shard_is_prefetched_once_within_the_cache_size(
     tars = sum(num for name, num in sent.items() if name.endswith(".tar"))
     assert tars == sum(file.num_bytes for file in files)
     assert run.batches(ranks=3, workers=1, start=0, stop=STEPS) == undisturbed
+
     # All from the cache but the manifest.
     assert {name for name, num in server.sent.items() if num != sent[name]} == {
         MANIFEST_NAME
     }
 
 
-@pytest.mark.parametrize(("workers", "fault"), [(0, "error"), (2, "missing")])
+@rows("""
+- [workers, fault]
+- [0, error]
+- [2, missing]
+""")
 def test_an_outage_ends_the_run_and_names_the_shard(
-    run: Run, server: RangeServer, workers: int, fault: str
-) -> None:
+    run: Run, server: RangeServer, workers, fault
+):
     """An outage is no bit rot: substituting would make runs non-deterministic."""
     server.fault = lambda path, number: fault if path.endswith(".tar") else None
     with refused(r"(?s)train-0000\d\d\.tar: cannot be read.*requests"):

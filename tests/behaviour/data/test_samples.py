@@ -1,7 +1,5 @@
 """Which read errors are substituted, and which end the run."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -9,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +14,10 @@ import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.range_server import served
-from tests.support.tables import refused, words
+from tests.support.tables import every, refused
 from vitscale.config.errors import StorageError
 from vitscale.data.index import read_split
 from vitscale.data.loader import evaluation_batches
-from vitscale.data.remote import RemoteFile
 from vitscale.data.samples import (
     Augmentation,
     EvaluationSamples,
@@ -41,24 +37,24 @@ OUT = torch.empty(3, SIZE, SIZE, dtype=torch.uint8)
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Path:
+def shards(tmp_path) -> Path:
     return write_shard_folder(tmp_path / "shards", num_per_class=6, num_shards=3)
 
 
-def training(shards: Path, **changes: Any) -> TrainingSamples:
+def training(shards: Path, **changes) -> TrainingSamples:
     data = DataSettings(path=str(shards), global_batch=4, **changes)
     augmentation = Augmentation(data, image_size=SIZE, seed=0)
     return TrainingSamples(open_training_set(data, seed=0), augmentation)
 
 
-def evaluation(shards: Path, **changes: Any) -> EvaluationSamples:
+def evaluation(shards: Path, **changes) -> EvaluationSamples:
     data = DataSettings(path=str(shards), global_batch=4, **changes)
     return EvaluationSamples(
         read_split(shards, split="train"), settings=data, image_size=SIZE
     )
 
 
-def request_of(box: tuple[int, int, int, int], **more: Any) -> crops.CropRequest:
+def request_of(box: tuple[int, int, int, int], **more) -> crops.CropRequest:
     options = {
         "size": SIZE,
         "interpolation": "bilinear",
@@ -74,7 +70,7 @@ PASSING_ERRORS = ("ESTALE", "ETIMEDOUT", "ESHUTDOWN", "EAGAIN")
 
 
 @pytest.fixture
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pauses(monkeypatch) -> None:
     monkeypatch.setattr(
         atomic_files, "READ_PAUSES_S", (0.0,) * len(atomic_files.READ_PAUSES_S)
     )
@@ -83,7 +79,8 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def failing(name: str, times: int = 1) -> Iterator[list[int]]:
     """Make the next reads of a range fail with this error; yields the calls of `os.pread`."""
-    real, calls = os.pread, list[int]()
+    real = os.pread
+    calls = []
 
     def pread(file: int, num_bytes: int, offset: int) -> bytes:
         calls.append(file)
@@ -98,7 +95,7 @@ def failing(name: str, times: int = 1) -> Iterator[list[int]]:
 
 
 def streamed(folder: Path) -> StreamedSamples:
-    more: dict[str, Any] = {"val_split": None, "reader": "webdataset"}
+    more = {"val_split": None, "reader": "webdataset"}
     more["webdataset"] = {"num_samples": 12, "num_classes": 2}
     data = DataSettings.model_validate({"path": str(folder), "global_batch": 4} | more)
     augmentation = Augmentation(data, image_size=SIZE, seed=0)
@@ -119,7 +116,6 @@ def cached(folder: Path, cache: Path) -> TrainingSamples:
         augmentation = Augmentation(data, image_size=SIZE, seed=0)
         samples = TrainingSamples(open_training_set(data, seed=0), augmentation)
         for shard in samples.parts[0].shards:
-            assert isinstance(shard, RemoteFile)
             shard.path()
     return samples
 
@@ -144,8 +140,8 @@ def reader(name: str, shards: Path, tmp_path: Path) -> Samples:
     ],
 )
 def test_a_passing_error_of_storage_changes_nothing(
-    shards: Path, tmp_path: Path, no_pauses: None, kind: str, error: str, times: int
-) -> None:
+    shards, tmp_path, no_pauses, kind, error, times
+):
     """The same sample is read again: none is replaced, and the run goes on."""
     expected = torch.empty_like(OUT)
     label, _ = reader(kind, shards, tmp_path / "undisturbed").fill(1, expected)
@@ -156,16 +152,10 @@ def test_a_passing_error_of_storage_changes_nothing(
     assert OUT.equal(expected)
 
 
-@pytest.mark.parametrize("kind", READERS)
-@words(error="ESTALE EIO")
+@every(error="ESTALE, EIO", kind=READERS)
 def test_storage_that_stays_away_ends_the_run_and_is_named(
-    shards: Path,
-    tmp_path: Path,
-    no_pauses: None,
-    capsys: pytest.CaptureFixture[str],
-    kind: str,
-    error: str,
-) -> None:
+    shards, tmp_path, no_pauses, capsys, kind, error
+):
     """No other sample is taken, which would be another at each start."""
     samples = reader(kind, shards, tmp_path)
     text = os.strerror(getattr(errno, error))
@@ -176,16 +166,17 @@ def test_storage_that_stays_away_ends_the_run_and_is_named(
     assert f"{text}; reading it again" in capsys.readouterr().err
 
 
-def test_a_stale_handle_is_opened_again(shards: Path, no_pauses: None) -> None:
+def test_a_stale_handle_is_opened_again(shards, no_pauses):
     """As after another node has replaced the file: every read of the old one fails."""
-    samples, real = training(shards), os.pread
+    samples = training(shards)
+    real = os.pread
     samples.fill(0, OUT)
     stale = {path.stat().st_ino for path in shards.glob("*.tar")}
     for path in shards.glob("*.tar"):
         old = path.rename(f"{path}.old")  # which keeps its number
         shutil.copy(old, path)
 
-    def pread(file: int, num_bytes: int, offset: int) -> bytes:
+    def pread(file, num_bytes, offset):
         if os.fstat(file).st_ino in stale:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return real(file, num_bytes, offset)
@@ -195,11 +186,13 @@ def test_a_stale_handle_is_opened_again(shards: Path, no_pauses: None) -> None:
         assert [samples.fill(position, OUT)[1] for position in range(12)] == [[]] * 12
 
 
-def test_a_read_that_fails_half_way_is_no_damage(shards: Path, no_pauses: None) -> None:
+def test_a_read_that_fails_half_way_is_no_damage(shards, no_pauses):
     """The first half is returned without an error, which only the read of the rest tells."""
-    samples, real, errors = training(shards), os.pread, ["EIO", "EIO"]
+    samples = training(shards)
+    real = os.pread
+    errors = ["EIO", "EIO"]
 
-    def pread(file: int, num_bytes: int, offset: int) -> bytes:
+    def pread(file, num_bytes, offset):
         if num_bytes > 100:
             return real(file, num_bytes // 2, offset)
         if errors:
@@ -209,22 +202,24 @@ def test_a_read_that_fails_half_way_is_no_damage(shards: Path, no_pauses: None) 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pread", pread)
-        assert samples.fill(0, OUT)[1] == [] and not errors
+        assert samples.fill(0, OUT)[1] == []
+        assert not errors
 
 
-@words(error="EBADMSG EUCLEAN ENODATA")
+@every(error="EBADMSG, EUCLEAN, ENODATA")
 def test_bytes_that_the_file_system_finds_damaged_are_substituted_in_training_only(
-    shards: Path, error: str
-) -> None:
+    shards, error
+):
     with failing(error) as calls:
         _, (lost,) = training(shards).fill(0, OUT)
-        assert lost.error == os.strerror(getattr(errno, error)) and len(calls) == 2
+        assert lost.error == os.strerror(getattr(errno, error))
+        assert len(calls) == 2
     with failing(error), refused("'train-00003' cannot be read"):
         evaluation(shards).fill(3, OUT)
 
 
-@words(error="EACCES ENOMEM EMFILE")
-def test_an_error_of_the_machine_ends_the_run_at_once(shards: Path, error: str) -> None:
+@every(error="EACCES, ENOMEM, EMFILE")
+def test_an_error_of_the_machine_ends_the_run_at_once(shards, error):
     for samples in (training(shards), evaluation(shards)):
         with (
             failing(error) as calls,
@@ -235,7 +230,7 @@ def test_an_error_of_the_machine_ends_the_run_at_once(shards: Path, error: str) 
         assert samples.fill(0, OUT)[1] == []
 
 
-def test_damage_that_decodes_is_found_in_every_16th_sample(shards: Path) -> None:
+def test_damage_that_decodes_is_found_in_every_16th_sample(shards):
     samples = training(shards)
     index = samples.parts[0]
     for path in index.shards:
@@ -252,17 +247,16 @@ def test_damage_that_decodes_is_found_in_every_16th_sample(shards: Path) -> None
             samples.fill(position, OUT)
 
 
-@pytest.mark.parametrize("fraction", [None, 0.8])
-def test_evaluation_averages_areas_where_its_settings_say(
-    shards: Path, fraction: float | None
-) -> None:
+@every(fraction="null, 0.8")
+def test_evaluation_averages_areas_where_its_settings_say(shards, fraction):
     """Bilinear and bicubic as the libraries: test_pixels, test_exporting."""
-    more: dict[str, Any] = {}
+    more = {}
     pixels = crops.decode(evaluation(shards).index.read(2))
     height, width, _ = pixels.shape
     resized = (SIZE, SIZE)
     if fraction is not None:
         more = {"eval_resize": "center_crop", "eval_crop_fraction": fraction}
+
         # The short side becomes 16 / 0.8 = 20 pixels.
         resized = tuple(
             round(side * 20 / min(height, width)) for side in (height, width)
@@ -271,7 +265,7 @@ def test_evaluation_averages_areas_where_its_settings_say(
     assert torch.equal(OUT, crops.area_resized(pixels, resized=resized, size=SIZE))
 
 
-def test_inception_tf_takes_boxes_of_its_own(shards: Path) -> None:
+def test_inception_tf_takes_boxes_of_its_own(shards):
     """All else equal, the pixels are those of the box that the sample's key draws."""
     samples = training(shards, crop="inception_tf", crop_aspect=(0.75, 1.33))
     for position in range(4):
@@ -288,17 +282,18 @@ def test_inception_tf_takes_boxes_of_its_own(shards: Path) -> None:
         assert torch.equal(OUT, crops.crop_and_resize(pixels, request))
 
 
-def test_each_sample_is_evaluated_once_and_padding_has_no_weight(shards: Path) -> None:
+def test_each_sample_is_evaluated_once_and_padding_has_no_weight(shards):
     index = read_split(shards, split="train")
     data = DataSettings(path=str(shards), global_batch=4, num_workers=0)
-    chosen, counted = np.arange(1, 8), []
+    chosen = np.arange(1, 8)
+    counted = []
     for rank in range(2):
         batches = evaluation_batches(
             index, settings=data, image_size=SIZE, rank=rank, world_size=2, micro_batch=3,
             pin_memory=False, samples=chosen,
         )  # fmt: skip
         for batch in batches:
-            assert batch.weights is not None and set(batch.weights.tolist()) <= {
+            assert set(batch.weights.tolist()) <= {
                 0.0,
                 1.0,
             }

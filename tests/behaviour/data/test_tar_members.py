@@ -1,7 +1,5 @@
 """Tars are read to their last byte, and headers that are hostile end in a defect, not in a hang."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import sys
@@ -35,7 +33,8 @@ def unpadded(tar: bytes) -> bytes:
     return whole + bytes(-len(whole) % BLOCK)
 
 
-A, B = samples(0, 3), samples(10, 2)
+A = samples(0, 3)
+B = samples(10, 2)
 END = bytes(2 * BLOCK)
 
 
@@ -69,10 +68,9 @@ JOINED = {
 
 
 @pytest.mark.parametrize("content", JOINED.values(), ids=JOINED)
-def test_tars_that_were_joined_are_read_to_the_end(
-    content: bytes, tmp_path: Path
-) -> None:
+def test_tars_that_were_joined_are_read_to_the_end(content, tmp_path):
     assert members_of(content) == (names_by_tarfile(content), "")
+
     # As one file of a source, as the tar of a class in a larger tar, and as a stream.
     expected = [name for name in names_by_tarfile(content) if name.endswith(".jpg")]
     write_tars(tmp_path / "all", {"all.tar": {"cat.tar": content, "dog.tar": A}})
@@ -89,7 +87,7 @@ def test_tars_that_were_joined_are_read_to_the_end(
     assert read == expected
 
 
-def test_a_tar_of_tars_that_were_joined_has_all_classes(tmp_path: Path) -> None:
+def test_a_tar_of_tars_that_were_joined_has_all_classes(tmp_path):
     (tmp_path / "all.tar").write_bytes(
         tar_bytes({"cat.tar": A}) + tar_bytes({"dog.tar": B})
     )
@@ -109,9 +107,7 @@ BEHIND = {
 
 
 @pytest.mark.parametrize("tail", BEHIND.values(), ids=BEHIND)
-def test_other_bytes_behind_the_end_mark_are_a_defect(
-    tail: bytes, tmp_path: Path
-) -> None:
+def test_other_bytes_behind_the_end_mark_are_a_defect(tail, tmp_path):
     (tmp_path / "train-0.tar").write_bytes(A + tail)
     rows = listed(opened("webdataset", tmp_path))
     assert [row.name for row in rows if row.reason is None][:3] == ["0", "1", "2"]
@@ -165,19 +161,20 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_headers_end_in_a_row(content: bytes, tmp_path: Path) -> None:
+def test_hostile_headers_end_in_a_row(content, tmp_path):
     (tmp_path / "train-0.tar").write_bytes(
         ONE + content + ONE.replace(b"a.jpg", b"z.jpg")
     )
     for kind in ("webdataset", "class_tars"):
         rows = listed(opened(kind, tmp_path, {"values": "none"}))
         assert "train-0.tar/a.jpg" in {row.path for row in rows if row.reason is None}
-        assert rows[-1].reason == "truncated_tar" and len(rows) < 5
+        assert rows[-1].reason == "truncated_tar"
+        assert len(rows) < 5
     with refused("cannot be read"):
         list(stream._samples_of(tmp_path / "train-0.tar", num_classes=0))
 
 
-def test_a_stream_gives_what_stock_webdataset_gives(tmp_path: Path) -> None:
+def test_a_stream_gives_what_stock_webdataset_gives(tmp_path):
     kinds = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
     for number, format in enumerate(kinds):
         stored = {
@@ -205,7 +202,7 @@ def test_a_stream_gives_what_stock_webdataset_gives(tmp_path: Path) -> None:
         assert found == expected
 
 
-def test_a_file_with_holes_is_passed_over(tmp_path: Path) -> None:
+def test_a_file_with_holes_is_passed_over(tmp_path):
     """GNU tar's sparse files claim more bytes than they have in the tar."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:

@@ -1,10 +1,6 @@
 """Copies of a picture match, different pictures do not, and searching equals comparing all."""
 
-from __future__ import annotations
-
 from functools import cache
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -29,6 +25,7 @@ from data_prep.duplicates.similar import (
 )
 from tests.support.corpora.image_samples import encoded, photograph
 from tests.support.corpora.sources import touch
+from tests.support.tables import every
 
 NUM_IMAGES = 240
 RESIZED = Image.Resampling.BICUBIC
@@ -68,7 +65,8 @@ def drawn(seed: int) -> Image.Image:
         return image
     if seed % 3 == 1:
         y, x = np.mgrid[:height, :width]
-        pitches, phases = chance.uniform(-12, 12, (3, 2)), chance.uniform(0, 6, 3)
+        pitches = chance.uniform(-12, 12, (3, 2))
+        phases = chance.uniform(0, 6, 3)
         waves = [
             np.sin(x / width * a + y / height * b + c)
             for (a, b), c in zip(pitches, phases, strict=True)
@@ -111,15 +109,15 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("kind", COPIES)
-def test_copies_are_found(kind: str) -> None:
+@every(kind=COPIES)
+def test_copies_are_found(kind):
     copies = described(*(COPIES[kind](image) for image in images()))
     caught = are_duplicates(originals(), copies)
     assert caught.mean() >= 0.99
     assert np.array_equal(are_duplicates(copies, originals()), caught)
 
 
-def test_different_pictures_do_not_match() -> None:
+def test_different_pictures_do_not_match():
     first, second = np.triu_indices(NUM_IMAGES, 1)
     assert not are_duplicates(originals()[first], originals()[second]).any()
 
@@ -140,7 +138,7 @@ def surface(seed: int, *, num_defects: int = 1) -> Image.Image:
     return image
 
 
-def test_surfaces_that_differ_in_small_defects_are_no_copies() -> None:
+def test_surfaces_that_differ_in_small_defects_are_no_copies():
     contents = [encoded(surface(seed), "PNG") for seed in range(40)]
     likely = nearest_similar(described(*contents))
     pairs = [(i, int(first)) for i, first in enumerate(likely) if first != i]
@@ -162,23 +160,22 @@ def dotted(seed: int) -> Image.Image:
     return image
 
 
-@pytest.mark.parametrize(
-    "draw", [surface, dotted, lambda seed: photograph(320, 240 + seed)]
-)
-def test_copies_stand_the_second_look(draw: Any) -> None:
+@every(draw=[surface, dotted, lambda seed: photograph(320, 240 + seed)])
+def test_copies_stand_the_second_look(draw):
     for seed in range(3):
         image = draw(seed).convert("RGB")
         original = encoded(image, "PNG")
         hardest = encoded(ImageOps.mirror(scaled(image, 0.4, 0.41)), "JPEG", quality=30)
-        assert likeness(original, hardest) > 0.9 and likeness(hardest, original) > 0.9
+        assert likeness(original, hardest) > 0.9
+        assert likeness(hardest, original) > 0.9
         for make in COPIES.values():
             assert 0.9 < likeness(original, make(image)) <= 1
             assert 0.9 < likeness(make(image), original) <= 1
         assert likeness(original, b"no image") == likeness(b"", original) == 0
 
 
-@pytest.mark.parametrize("turn", [lambda image: image, ImageOps.mirror])
-def test_likeness_is_the_correlation_of_both_pictures(turn: Any) -> None:
+@every(turn=[lambda image: image, ImageOps.mirror])
+def test_likeness_is_the_correlation_of_both_pictures(turn):
     image = photograph(300, 300)
     copy = turn(image).resize((128, 128), Image.Resampling.BILINEAR)
     grey = np.asarray(turn(copy).convert("L")).ravel()
@@ -190,13 +187,14 @@ def test_likeness_is_the_correlation_of_both_pictures(turn: Any) -> None:
     assert found == pytest.approx(expected, abs=0.002)
 
 
-def test_the_files_of_a_folder_are_in_one_order(tmp_path: Path) -> None:
+def test_the_files_of_a_folder_are_in_one_order(tmp_path):
     touch(tmp_path, *(f"{number}.jpg" for number in range(30)))
     names = list_images(tmp_path)["name"].to_pylist()
-    assert len(names) == 30 and names == sorted(names)
+    assert len(names) == 30
+    assert names == sorted(names)
 
 
-def test_blank_pictures_match_nothing() -> None:
+def test_blank_pictures_match_nothing():
     """Not even themselves, nor other blank pictures with encoding noise, nor broken files."""
     blank = [Image.new("RGB", (60, 50), (value,) * 3) for value in (0, 128, 130, 255)]
     noise = np.random.default_rng(0).integers(-3, 4, (50, 60, 3)) + 128
@@ -207,15 +205,16 @@ def test_blank_pictures_match_nothing() -> None:
     found, num_lost = describe_images(
         [*contents, b"", b"no image", encoded(drawn(0), "PNG")[:500]]
     )
-    assert num_lost == 3 and not has_contrast(found).any()
+    assert num_lost == 3
+    assert not has_contrast(found).any()
     with mock.patch("vitscale.images.plain.MAX_PIXELS", 9):
         assert describe_images(contents)[1] == len(contents)
     first, second = np.indices((len(found), len(found))).reshape(2, -1)
     assert not are_duplicates(found[first], found[second]).any()
 
 
-@pytest.mark.parametrize("angle", [0.0, 0.5, 1.25])
-def test_a_faint_smooth_picture_matches_its_copy(angle: float) -> None:
+@every(angle="0.0, 0.5, 1.25")
+def test_a_faint_smooth_picture_matches_its_copy(angle):
     """Its details are encoding noise, so their correlation must not decide."""
     y, x = np.mgrid[:96, :96] / 96
     values = 128 + 16 * (x * np.cos(angle) + y * np.sin(angle) - 0.5)
@@ -224,7 +223,7 @@ def test_a_faint_smooth_picture_matches_its_copy(angle: float) -> None:
     assert are_duplicates(pair[:1], pair[1:]).all()
 
 
-def test_correlation_is_the_cosine_of_the_coefficients() -> None:
+def test_correlation_is_the_cosine_of_the_coefficients():
     rng = np.random.default_rng(0)
     left, right = rng.integers(-9999, 9999, (2, 5, 64), dtype=np.int16)
     _, _, signs = search._frequencies()
@@ -260,14 +259,13 @@ def corpora(draw: st.DrawFn) -> np.ndarray:
 
 @given(descriptors=corpora(), max_pairs=st.sampled_from([5, 1 << 17]))
 @settings(max_examples=60, deadline=None)
-def test_the_search_finds_the_nearest_of_all_pairs(
-    descriptors: np.ndarray, max_pairs: int
-) -> None:
+def test_the_search_finds_the_nearest_of_all_pairs(descriptors, max_pairs):
     """Among those that are much alike, any."""
     with mock.patch.multiple(search, MAX_PAIRS=max_pairs, BATCH_ROWS=3):
         found = nearest_similar(descriptors)
     for i, other in enumerate(found):
-        before, own = descriptors[:i], descriptors[[i]].repeat(i, axis=0)
+        before = descriptors[:i]
+        own = descriptors[[i]].repeat(i, axis=0)
         equal = np.flatnonzero((before == own).all(axis=1))
         alike = likenesses(before, own)
         if not has_contrast(descriptors[[i]])[0] or not (len(equal) or alike.any()):

@@ -1,7 +1,5 @@
 """Where a picture ends, which colour of a PNG is transparent, and what Pillow says of both."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os
@@ -25,6 +23,7 @@ from tests.support.corpora.image_samples import (
     smooth,
     unfiltered,
 )
+from tests.support.tables import every
 from vitscale.images.plain import rgb_pixels
 from vitscale.runs.data_prep import ImageSettings
 
@@ -83,25 +82,26 @@ TAILS = {
 }
 
 
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("kind", JPEGS)
-@pytest.mark.parametrize("check", ["header", "decode", "strict"])
-def test_anything_may_follow_a_picture(kind: str, tail: str, check: str) -> None:
+@every(check="header, decode, strict", kind=JPEGS, tail=TAILS)
+def test_anything_may_follow_a_picture(kind, tail, check):
     data = JPEGS[kind] + TAILS[tail]
     found = check_image(data, settings=ImageSettings(check=check))
     assert found.reason is None
+
     # Pillow decodes the same pixels with and without the tail.
     assert np.array_equal(decoded(data, "RGB"), decoded(JPEGS[kind], "RGB"))
     if kind != "CMYK":
-        assert found.content == data and found.changes is None
+        assert found.content == data
+        assert found.changes is None
 
 
-@pytest.mark.parametrize("tail", [b"", MOVIE, OTHER, b"\xff\xd9"[:1], bytes(100)])
-@pytest.mark.parametrize("kind", [kind for kind in JPEGS if kind != "MPO"])
-def test_a_cut_picture_is_not_whole_whatever_follows(kind: str, tail: bytes) -> None:
+@every(tail=[b"", MOVIE, OTHER, b"\xff\xd9"[:1], bytes(100)])
+@every(kind=[kind for kind in JPEGS if kind != "MPO"])
+def test_a_cut_picture_is_not_whole_whatever_follows(kind, tail):
     data = JPEGS[kind]
     for end in (data.rindex(b"\xff\xda") + 20, len(data) - 30, len(data) - 2):
         found = check_image(data[:end] + tail, settings=ImageSettings(check="header"))
+
         # Noise behind a cut may go on as pixels do, up to an end marker of its own.
         assert found.reason == "bad_pixels" or tail in (MOVIE, OTHER), end
 
@@ -131,12 +131,9 @@ KEYS = [
 ]
 
 
-@pytest.mark.parametrize("interlaced", [False, True])
-@pytest.mark.parametrize("channels", [1, 3])
+@every(channels="1, 3", interlaced="false, true")
 @pytest.mark.parametrize("high, low", KEYS)
-def test_16_bit_colours_are_compared_in_16_bits(
-    high: int, low: int, channels: int, interlaced: bool
-) -> None:
+def test_16_bit_colours_are_compared_in_16_bits(high, low, channels, interlaced):
     """The PNG specification, 11.3.2.1: all 16 bits count."""
     near = [
         high << 8 | low,
@@ -164,13 +161,14 @@ def test_16_bit_colours_are_compared_in_16_bits(
         )
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4, 8])
-def test_grey_of_few_bits_is_compared_as_stored(depth: int) -> None:
+@every(depth="1, 2, 4, 8")
+def test_grey_of_few_bits_is_compared_as_stored(depth):
     """Prepared or not, in every value of the depth; bits above the depth do not count."""
     width = max(8, 1 << depth)
     values = np.arange(width) % (1 << depth)
     key = (1 << depth) - 2
     bits = "".join(f"{value:0{depth}b}" for value in values)
+
     # Of 1 bit Pillow keeps only whether the key is 0.
     above = 0 if depth == 1 else 0x100
     trns = chunk(b"tRNS", struct.pack(">H", key | above))
@@ -183,7 +181,7 @@ def test_grey_of_few_bits_is_compared_as_stored(depth: int) -> None:
     assert np.array_equal(decoded(prepared)[0], expected)
 
 
-def test_pillow_warns_of_nothing_in_a_log() -> None:
+def test_pillow_warns_of_nothing_in_a_log():
     """Palettes with many opacities warn once a process, broken EXIF once an image."""
     palette = encoded(RGB.quantize(16), "PNG", transparency=bytes(range(16)))
     broken = b"Exif\0\0II*\0\x08\0\0\0\x05\0\x12\x01\x03\0\xff\xff\xff\x7f\x06\0\0\0"
@@ -201,4 +199,5 @@ def test_pillow_warns_of_nothing_in_a_log() -> None:
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == ""

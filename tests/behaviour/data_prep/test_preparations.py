@@ -1,7 +1,5 @@
 """Small corpora prepared in the test process: settings, rejects, outages; the order of rows."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
@@ -10,18 +8,16 @@ import re
 import tarfile
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,17 +36,17 @@ from tests.support.corpora.image_corpus import (
     prepare_here,
     run_of,
 )
+from tests.support.tables import every, refused, rows
 from vitscale.config.changes import changed_settings
-from vitscale.config.errors import StorageError, UserError
+from vitscale.config.errors import StorageError
 from vitscale.data.index import read_manifest
 
 NUM_PICTURES = 8
 OUTAGES = [errno.ESTALE, errno.EMFILE, errno.EREMOTEIO]
 FAULTS = [errno.EIO, errno.EACCES]
-CUT = partial(os.truncate, length=100)
 
 
-def test_files_that_will_be_refused_need_no_space(tmp_path: Path) -> None:
+def test_files_that_will_be_refused_need_no_space(tmp_path):
     for number in range(NUM_PICTURES):
         write(tmp_path / "images" / f"cat/{number}.png", seed=number)
     with open(tmp_path / "images/cat/hole.png", "wb") as file:
@@ -69,264 +65,224 @@ def write(path: Path, *, seed: int) -> None:
     path.write_bytes(encoded("PNG", seed=seed))
 
 
-def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
+def test_ignored_classes_leave_no_label(tmp_path):
     for number in range(20):
-        write(
-            tmp_path / f"images/{'' if number % 4 else 'sub/'}{number}.png", seed=number
-        )
-    source = {"holdout_fraction": 0.2}
-    run = run_of(
-        tmp_path / "images", tmp_path / "s", source=source, labels={"values": "none"}
+        folder = "images" if number % 4 else "images/sub"
+        write(tmp_path / folder / f"{number}.png", seed=number)
+    sections = yaml.safe_load(
+        "{source: {holdout_fraction: 0.2}, labels: {values: none}}"
     )
-    prepare_here(run)
+    prepare_here(run_of(tmp_path / "images", tmp_path / "s", **sections))
     manifest = read_manifest(tmp_path / "s")
     assert manifest.classes == ()
     rows = pq.read_table(tmp_path / "s/index.parquet").to_pylist()
-    assert Counter((row["split"], row["label"]) for row in rows) == {
-        ("train", -1): 16,
-        ("test", -1): 4,
-    }
+    found = Counter((row["split"], row["label"]) for row in rows)
+    assert found == {("train", -1): 16, ("test", -1): 4}
     keys = {row["key"].partition("-")[2] for row in rows}
-    assert {key for key in keys if "sub" not in key} == {
-        str(n) for n in range(20) if n % 4
-    }
+    top = {str(number) for number in range(20) if number % 4}
+    assert {key for key in keys if "sub" not in key} == top
     with tarfile.open(tmp_path / "s/train-000000.tar") as tar:
         assert {Path(name).suffix for name in tar.getnames()} == {".png"}
+
+    # Neither has the ledger a class, and the output is sound.
     assert {row["class"] for row in ledger(tmp_path / "s").values()} == {None}
     assert check_folder(tmp_path / "s", manifest=manifest, num_workers=1) == []
 
 
-def test_nothing_is_held_out_of_a_table_with_splits(tmp_path: Path) -> None:
-    for number in range(10):
+def test_nothing_is_held_out_of_a_table_with_splits(tmp_path):
+    table = ["image,label,split"]
+    for number, split in enumerate(["train"] * 8 + ["val"] * 2):
         write(tmp_path / f"{number}.png", seed=number)
-    rows = "".join(
-        f"{n}.png,{n % 2},{'train' if n < 8 else 'val'}\n" for n in range(10)
-    )
-    (tmp_path / "table.csv").write_text(f"image,label,split\n{rows}")
+        table.append(f"{number}.png,{number % 2},{split}")
+    (tmp_path / "table.csv").write_text("\n".join(table))
     source = {"kind": "path_table", "holdout_fraction": 0.5}
     run = run_of(tmp_path / "table.csv", tmp_path / "s", source=source)
+
     # Of about 27,000 bytes that both splits need together.
     full = mock.patch("shutil.disk_usage", return_value=mock.Mock(free=22_000))
     with full, pytest.raises(StorageError, match="are free"):
         prepare_here(run)
     prepare_here(run)
     splits = read_manifest(tmp_path / "s").splits
-    assert {name: split.num_samples for name, split in splits.items()} == {
-        "train": 8,
-        "val": 2,
-    }
+    nums = {name: split.num_samples for name, split in splits.items()}
+    assert nums == {"train": 8, "val": 2}
 
 
-def test_a_mount_point_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_a_mount_point_is_refused_before_any_work(tmp_path):
     (tmp_path / "shards").symlink_to("/proc")
     for output in (tmp_path / "shards", Path("/proc")):
-        with pytest.raises(UserError, match=r"mount point(.|\n)*next: .*/proc/shards"):
+        with refused(r"mount point(.|\n)*next: .*/proc/shards"):
             find_existing(WorkFolder(run_of(tmp_path, output)))
 
 
-@pytest.mark.parametrize(
-    "until, damaged, damage, message",
-    [
-        (
-            "finish",
-            "tars/*.tar",
-            os.unlink,
-            "train-000000.tar, written before, is missing or has",
-        ),
-        (
-            "finish",
-            "tars/*.tar",
-            CUT,
-            "train-000000.tar, written before, is missing or has",
-        ),
-        ("write shards", "spool/*", CUT, "the spool is too short"),
-    ],
-)
-def test_lost_work_stops_and_keeps_the_rest(
-    until: str,
-    damaged: str,
-    damage: Callable[[Path], None],
-    message: str,
-    tmp_path: Path,
-) -> None:
+# After which step a file of the work folder is lost, or cut.
+@rows("""
+- [until, damaged, is_cut, message]
+- [finish, tars/*.tar, false, 'train-000000.tar, written before, is missing or has']
+- [finish, tars/*.tar, true, 'train-000000.tar, written before, is missing or has']
+- [write shards, spool/*, true, the spool is too short]
+""")
+def test_lost_work_stops_and_keeps_the_rest(until, damaged, is_cut, message, tmp_path):
     """No output gets its name without all its tars."""
     table = pa.table({"image": [encoded("JPEG", seed=1)], "label": ["a"]})
     pq.write_table(table, tmp_path / "rows.parquet")
     run = run_of(tmp_path, tmp_path / "shards", source={"kind": "parquet"})
     work = prepare_here(run, until=until)
     (path,) = work.path.glob(damaged)
-    damage(path)
+    if is_cut:
+        os.truncate(path, 100)
+    else:
+        path.unlink()
     with pytest.raises(StorageError, match=message):
         prepare_here(run)
-    assert not (tmp_path / "shards").exists() and work.path.exists()
+    assert not (tmp_path / "shards").exists()
+    assert work.path.exists()
 
 
-FILES = {
-    "map": "cat,animal\n",
-    "space": "animal\nplant\n",
-    "leave_out": "a",
-    "val_labels": "a",
-}
-
-
-@pytest.mark.parametrize("key", FILES)
-def test_a_changed_file_changes_the_settings(key: str, tmp_path: Path) -> None:
-    section = "labels" if key in ("map", "space") else "source"
+@rows(r"""
+- [section, key, text]
+- [labels, map, "cat,animal\n"]
+- [labels, space, "animal\nplant\n"]
+- [source, leave_out, a]
+- [source, val_labels, a]
+""")
+def test_a_changed_file_changes_the_settings(section, key, text, tmp_path):
     listed = tmp_path / "list.csv"
     run = run_of(tmp_path, tmp_path / "out", **{section: {key: str(listed)}})
-    with pytest.raises(UserError, match=f"{section}.{key}"):
+    with refused(f"{section}.{key}"):
         content_config(run)
-    listed.write_text(FILES[key])
+
+    # The same bytes are the same settings, other bytes are others.
+    listed.write_text(text)
     before = content_config(run)
     assert changed_settings(before, content_config(run), purpose="output") == {}
-    listed.write_text(FILES[key].replace("a", "b"))
+    listed.write_text(text.replace("a", "b"))
     changed = changed_settings(before, content_config(run), purpose="output")
     assert list(changed) == [f"{section}.{key}_blake3"]
 
 
-@pytest.mark.parametrize("num_links", [4, 5])
-def test_too_many_bad_inputs_are_refused_before_an_image_is_read(
-    num_links: int, tmp_path: Path
-) -> None:
+@every(num_links="4, 5")
+def test_too_many_bad_inputs_are_refused_before_an_image_is_read(num_links, tmp_path):
     """Hidden files and other names do not count: 4 of 20 are a fifth."""
     folder = tmp_path / "images/cat"
     folder.mkdir(parents=True)
-    for number in range(20 - num_links):
-        (folder / f"{number}.jpg").write_bytes(b"rotten")
-    for number in range(num_links):
-        (folder / f"link{number}.jpg").symlink_to("nowhere")
     for number in range(30):
         (folder / f"{number}.txt").touch()
-    run = run_of(
-        tmp_path / "images", tmp_path / "out", images={"max_bad_fraction": 0.2}
-    )
+    for number in range(20):
+        path = folder / f"{number}.jpg"
+        if number < num_links:
+            path.symlink_to("nowhere")
+        else:
+            path.write_bytes(b"rotten")
+    images = {"max_bad_fraction": 0.2}
+    run = run_of(tmp_path / "images", tmp_path / "out", images=images)
+
+    # A fifth is what the settings allow.
     if num_links == 4:
         assert tars.shard_units(prepare_here(run, until="write shards"))
         return
-    with pytest.raises(UserError, match="5 of 20 images are bad.*\n.*5 link_broken"):
+    with refused("5 of 20 images are bad.*\n.*5 link_broken"):
         prepare_here(run, until="write shards")
 
 
-@pytest.mark.parametrize(
-    "name, kind, message",
-    [
-        ("t.parquet", "path_table", "1 damaged_table .*: 't.parquet'"),
-        ("cat/1.txt", "image_folder", "1 other_name .*: 'cat/1.txt'"),
-    ],
-)
-def test_when_every_input_is_rejected_the_error_says_why(
-    name: str, kind: str, message: str, tmp_path: Path
-) -> None:
+@rows("""
+- [name, kind, message]
+- [t.parquet, path_table, '1 damaged_table .*: ''t.parquet''']
+- [cat/1.txt, image_folder, '1 other_name .*: ''cat/1.txt''']
+""")
+def test_when_every_input_is_rejected_the_error_says_why(name, kind, message, tmp_path):
     file = tmp_path / "source" / name
     file.parent.mkdir(parents=True)
     file.write_bytes(b"PAR1 cut")
     path = file if kind == "path_table" else tmp_path / "source"
     run = run_of(path, tmp_path / "shards", source={"kind": kind})
-    with pytest.raises(
-        UserError, match=rf"all \d inputs are rejected\n  {message}\n  next:"
-    ):
+    with refused(rf"all \d inputs are rejected\n  {message}\n  next:"):
         prepare_here(run)
 
 
-def test_a_split_without_a_sound_file_is_refused(tmp_path: Path) -> None:
+def test_a_split_without_a_sound_file_is_refused(tmp_path):
     table = pa.table({"image": [encoded("PNG", seed=1)], "label": ["a"]})
     pq.write_table(table, tmp_path / "train.parquet")
     (tmp_path / "val.parquet").write_bytes(b"PAR1 cut")
-    splits = {"train": "train.parquet", "val": "val.parquet"}
-    run = run_of(
-        tmp_path,
-        tmp_path / "shards",
-        source={"kind": "parquet", "splits": splits},
-        images={"max_bad_fraction": 1},
-    )
-    with pytest.raises(
-        UserError, match="'val' has no usable image\n.*1 damaged_table"
-    ) as error:
-        prepare_here(run)
+    sections = yaml.safe_load("""
+    source: {kind: parquet, splits: {train: train.parquet, val: val.parquet}}
+    images: {max_bad_fraction: 1}
+    """)
+    with refused("'val' has no usable image\n.*1 damaged_table") as error:
+        prepare_here(run_of(tmp_path, tmp_path / "shards", **sections))
     assert "source.splits.val" in error.value.text()
 
 
-def test_only_bad_images_count_against_the_limit() -> None:
+def test_only_bad_images_count_against_the_limit():
     """Among files named like images; nor do those that the settings leave out."""
     reasons = ["bad_pixels"] * 2 + [None] * 8 + ["other_name", "hidden"] * 500
-    sums, left = Outcomes(), Outcomes()
+    sums = Outcomes()
+    left = Outcomes()
     table = pa.table({"path": list(map(str, range(len(reasons)))), "reason": reasons})
     sums.add(table)
     sums.check(max_bad_fraction=0.2, num_images=10)
-    with pytest.raises(
-        UserError, match="2 of 10 images are bad, more than the fraction 0.19"
-    ):
+    with refused("2 of 10 images are bad, more than the fraction 0.19"):
         sums.check(max_bad_fraction=0.19, num_images=10)
-    left.add(
-        pa.table({"path": ["a", "b", "c"], "reason": ["small_class", "left_out", None]})
-    )
+    chosen = {"path": ["a", "b", "c"], "reason": ["small_class", "left_out", None]}
+    left.add(pa.table(chosen))
     left.check(max_bad_fraction=0.0, num_images=left.num_images)
     sums.add(table)
     assert sums.examples["bad_pixels"] == ["0", "1", "0"]
 
 
-def test_a_shard_is_written_without_holding_its_images(tmp_path: Path) -> None:
-    comment, image = b"\xff\xfe\xff\xff" + bytes(65_533), encoded("JPEG", seed=0)
+def test_a_shard_is_written_without_holding_its_images(tmp_path):
+    comment = b"\xff\xfe\xff\xff" + bytes(65_533)
+    image = encoded("JPEG", seed=0)
+    large = image[:2] + 16 * comment + image[2:]
     (tmp_path / "images/cat").mkdir(parents=True)
     for number in range(16):
-        (tmp_path / f"images/cat/{number}.jpg").write_bytes(
-            image[:2] + 16 * comment + image[2:]
-        )
-    work = prepare_here(
-        run_of(tmp_path / "images", tmp_path / "shards"), until="write shards"
-    )
+        (tmp_path / f"images/cat/{number}.jpg").write_bytes(large)
+    run = run_of(tmp_path / "images", tmp_path / "shards")
+    work = prepare_here(run, until="write shards")
     (unit,) = tars.shard_units(work)
+
+    # 16 images of 1 MiB: a writer that holds them all is above the limit.
     tracemalloc.start()
     tars.write_shard(work, unit)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert (
-        peak < 8 << 20
-        and (work.path / unit).with_suffix(".tar").stat().st_size > 16 << 20
-    )
+    assert peak < 8 << 20
+    assert (work.path / unit).with_suffix(".tar").stat().st_size > 16 << 20
 
 
 @pytest.mark.parametrize("code", [*OUTAGES, *FAULTS], ids=errno.errorcode.get)
-def test_outages_while_reading_reject_no_file(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outages_while_reading_reject_no_file(code, tmp_path, monkeypatch):
     run = run_of(corpus(tmp_path / "images", num=1), tmp_path / "shards")
     status = (tmp_path / "images" / "cat" / "000.jpg").stat()
-    row = {
-        **{"path": b"cat/000.jpg", "file": b"", "offset": 0, "spooled": False},
-        **{"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns},
-    }
+    row = {"path": b"cat/000.jpg", "file": b"", "offset": 0, "spooled": False}
+    row |= {"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns}
 
-    def fail(*arguments: object, **options: object) -> None:
+    def fail(*arguments, **options):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("data_prep.steps.list_inputs.os.fstat", fail)
     try:
-        assert (
-            check_input(WorkFolder(run), row).reason == "unreadable" and code in FAULTS
-        )
+        assert check_input(WorkFolder(run), row).reason == "unreadable"
+        assert code in FAULTS
     except StorageError as error:
-        assert code in OUTAGES and "the source cannot be read" in error.text()
+        assert code in OUTAGES
+        assert "the source cannot be read" in error.text()
         assert "same command again" in error.text()
     finally:
         monkeypatch.undo()
-    with pytest.raises(UserError, match="changed while"):
+    with refused("changed while"):
         check_input(WorkFolder(run), row | {"num_bytes": 9})
 
 
-def test_a_listing_that_is_cut_off_keeps_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, listed = (
-        run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards"),
-        ImageFolder.inputs,
-    )
+def test_a_listing_that_is_cut_off_keeps_the_work(tmp_path, monkeypatch):
+    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+    listed = ImageFolder.inputs
 
-    def lost(*arguments: object, **options: object) -> Iterator[Any]:
+    def lost(*arguments, **options):
         yield from ()
         raise OSError(errno.EREMOTEIO, os.strerror(errno.EREMOTEIO))
 
-    def stopped(*arguments: Any, **options: Any) -> Iterator[Any]:
+    def stopped(*arguments, **options):
         with suppress(SystemExit):  # as callbacks of weak references do
             work._stop()
         yield from listed(*arguments, **options)
@@ -342,29 +298,30 @@ def test_a_listing_that_is_cut_off_keeps_the_work(
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
 
 
-@pytest.mark.parametrize("mount", ["images", "images/cat"])
-@pytest.mark.parametrize("leaves_a_folder", [False, True])
+@every(leaves_a_folder="false, true", mount="images, images/cat")
 def test_an_unmounted_source_keeps_the_work_and_resumes(
-    mount: str, leaves_a_folder: bool, tmp_path: Path
-) -> None:
+    mount, leaves_a_folder, tmp_path
+):
     run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+
     p = prepare_here(run, until="write shards")
+
+    # A mount leaves the times of its folder as they were.
     times = (tmp_path / "images").stat()
     (tmp_path / mount).rename(tmp_path / "aside")
     if leaves_a_folder:
         (tmp_path / mount).mkdir()
     with pytest.raises(StorageError, match="missing or empty") as stopped:
         prepare_here(run)
-    assert (
-        ".shards.preparing" in stopped.value.text()
-        and "mount it" in stopped.value.text()
-    )
+    said = stopped.value.text()
+    assert ".shards.preparing" in said
+    assert "mount it" in said
     if leaves_a_folder:
         (tmp_path / mount).rmdir()
     (tmp_path / "aside").rename(tmp_path / mount)
-    os.utime(
-        tmp_path / "images", ns=(times.st_atime_ns, times.st_mtime_ns)
-    )  # as after a mount
+
+    # As after a mount.
+    os.utime(tmp_path / "images", ns=(times.st_atime_ns, times.st_mtime_ns))
     assert (p.path / "rows.arrow").exists()
     prepare_here(run)
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
@@ -397,44 +354,49 @@ def ordered(
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(NAMES, unique=True, max_size=60), st.integers(1, 20))
-def test_order_and_keys_do_not_depend_on_the_order_of_listing(
-    names: list[str], batch: int
-) -> None:
+def test_order_and_keys_do_not_depend_on_the_order_of_listing(names, batch):
     inputs = [make_input(name) for name in names]
+
     whole = ordered(inputs, batch=1000)
     shuffled = random.Random(batch).sample(inputs, len(inputs))
     assert ordered(shuffled, batch=batch) == whole
     assert sorted(path for path, _ in whole) == sorted(map(os.fsencode, names))
     keys = [key for _, key in whole]
+
+    # File systems without cases must tell them apart, too.
     assert len({key.lower() for key in keys}) == len(keys)
     assert all(re.fullmatch(r"[A-Za-z0-9_-]{1,70}", key) for key in keys)
 
 
-def test_order_is_that_of_sha256_written_out() -> None:
+def test_order_is_that_of_sha256_written_out():
     inputs = [make_input(f"{i}.jpg") for i in range(50)]
     rows = ordered(inputs, batch=7, seed=5)
-    expected = sorted(
-        range(50),
-        key=lambda i: hashlib.sha256(f"order\0{5}\0train-cat-{i}".encode()).digest(),
-    )
-    assert [path for path, _ in rows] == [f"{i}.jpg".encode() for i in expected]
+
+    def digest(path):
+        number = path.removesuffix(b".jpg")
+        return hashlib.sha256(b"order\x005\x00train-cat-" + number).digest()
+
+    paths = [path for path, _ in rows]
+    assert paths == sorted(paths, key=digest)
+    assert len(paths) == 50
+
     other = ordered(inputs, batch=7, seed=6)
-    assert other != rows and sorted(other) == sorted(rows)
+    assert other != rows
+    assert sorted(other) == sorted(rows)
 
 
-def test_plain_names_stay_readable_and_others_get_a_hash() -> None:
-    assert (
-        make_key("n01440764", "n01440764_10026", path="p")
-        == "n01440764-n01440764_10026"
-    )
+def test_plain_names_stay_readable_and_others_get_a_hash():
+    plain = make_key("n01440764", "n01440764_10026", path="p")
+    assert plain == "n01440764-n01440764_10026"
     assert re.fullmatch(r"cat-a_b-[0-9a-f]{16}", make_key("cat", "a b", path="p"))
     assert make_key("cat", "a b", path="p") != make_key("cat", "a b", path="q")
+
     # A name that looks hashed gets a hash of its own, so collisions cannot be forged.
     forged = make_key("cat", "a b", path="p").removeprefix("cat-")
     assert make_key("cat", forged, path="q") != make_key("cat", "a b", path="p")
 
 
-def test_each_class_holds_out_the_rows_with_its_smallest_hashes() -> None:
+def test_each_class_holds_out_the_rows_with_its_smallest_hashes():
     random_numbers = np.random.default_rng(0)
     class_of = random_numbers.integers(0, 5, 300)
     hashes = random_numbers.integers(0, 1 << 63, 300).astype(np.uint64)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 import shutil
 import tracemalloc
@@ -7,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,26 +23,25 @@ from data_prep.verification import (
     tar_tasks,
 )
 from tests.support.corpora.shard_folders import make_shard_folder
-from tests.support.tables import Values, rows
-from vitscale.config.errors import UserError
+from tests.support.tables import Values, every, refused, rows
 from vitscale.data.index import INDEX_NAME, ShardEntry, SplitEntry, read_manifest
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.images.jpeg.entry_points import entry_points_file
 
 TRAIN = "train-000000.tar"
 # Kept as long as the process: what Arrow frees later goes back to them.
-POOLS: list[pa.MemoryPool] = []
+POOLS = []
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sound(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sound") / "shards"
     make_shard_folder(folder)
     return folder
 
 
 @pytest.fixture
-def shards(sound: Path, tmp_path: Path) -> Path:
+def shards(sound: Path, tmp_path) -> Path:
     shutil.copytree(sound, tmp_path / "shards")
     return tmp_path / "shards"
 
@@ -61,34 +57,38 @@ def check_of_first(folder: Path) -> Callable[[], list[str]]:
     return partial(check_tar, task, folder=folder, root=folder, ours=True)
 
 
-def test_a_sound_folder_has_no_findings(sound: Path) -> None:
+def test_a_sound_folder_has_no_findings(sound):
     assert findings(sound) == []
 
 
-def test_tars_behind_a_url_are_refused_and_not_called_damaged(shards: Path) -> None:
+def test_tars_behind_a_url_are_refused_and_not_called_damaged(shards):
     manifest = replace(read_manifest(shards), shards_root="https://host/shards")
     write_manifest(shards, manifest=manifest)
-    with pytest.raises(UserError, match="https://host/shards is a URL(.|\n)*download"):
+    with refused("https://host/shards is a URL(.|\n)*download"):
         findings(shards)
 
 
-def test_a_cut_at_every_offset_is_found(shards: Path) -> None:
-    check, num_bytes = check_of_first(shards), (shards / TRAIN).stat().st_size
+def test_a_cut_at_every_offset_is_found(shards):
+    check = check_of_first(shards)
+    num_bytes = (shards / TRAIN).stat().st_size
     with open(shards / TRAIN, "r+b") as file:
         for size in reversed(range(num_bytes)):
             file.truncate(size)
             found = check()
             assert "content differs from the manifest (BLAKE3)" in found
+
             # Without the manifest's hash, the index alone would have found it too.
             assert len(found) > 1
 
 
-def test_a_changed_byte_at_every_offset_is_found(shards: Path) -> None:
-    check, whole = check_of_first(shards), (shards / TRAIN).read_bytes()
+def test_a_changed_byte_at_every_offset_is_found(shards):
+    check = check_of_first(shards)
+    whole = (shards / TRAIN).read_bytes()
     with open(shards / TRAIN, "r+b", buffering=0) as file:
         for offset in range(0, len(whole)):
             file.seek(offset)
             file.write(bytes([whole[offset] ^ 1 << offset % 8]))
+
             # By the hash, and by the index alone.
             assert len(check()) >= 2, offset
             file.seek(offset)
@@ -96,7 +96,7 @@ def test_a_changed_byte_at_every_offset_is_found(shards: Path) -> None:
     assert check() == []
 
 
-def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+def rewritten(folder: Path, change: Callable[[list[Values]], object]) -> None:
     """Change the rows of the index, and let the manifest say that this is right."""
     rows = pq.read_table(folder / INDEX_NAME).to_pylist()
     change(rows)
@@ -125,10 +125,8 @@ def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) ->
 - ['01324', {}, "do not have the manifest's fingerprint"]
 - ['01234', {blake3: null}, "not have the samples of the manifest's tars"]
 """)
-def test_an_index_that_was_written_wrongly_is_found(
-    shards: Path, order: str, values: Values, message: str
-) -> None:
-    def change(index_rows: list[Values]) -> None:
+def test_an_index_that_was_written_wrongly_is_found(shards, order, values, message):
+    def change(index_rows):
         index_rows[2].update(values)
         index_rows[:5] = [index_rows[int(number)] for number in order]
 
@@ -137,10 +135,8 @@ def test_an_index_that_was_written_wrongly_is_found(
     assert any(message in text for text in found), found
 
 
-@pytest.mark.parametrize("label", [0, -2])
-def test_labels_in_a_folder_without_classes_are_found(
-    tmp_path: Path, label: int
-) -> None:
+@every(label="0, -2")
+def test_labels_in_a_folder_without_classes_are_found(tmp_path, label):
     folder = tmp_path / "shards"
     make_shard_folder(folder, classes=())
     assert findings(folder) == []
@@ -148,8 +144,8 @@ def test_labels_in_a_folder_without_classes_are_found(
     assert f"{INDEX_NAME}: 1 labels are outside -1 to -1" in findings(folder)
 
 
-@pytest.mark.parametrize("name", [INDEX_NAME, "ledger.parquet", "_info.json", TRAIN])
-def test_missing_and_cut_files_are_found(shards: Path, name: str) -> None:
+@every(name=[INDEX_NAME, "ledger.parquet", "_info.json", TRAIN])
+def test_missing_and_cut_files_are_found(shards, name):
     data = (shards / name).read_bytes()
     (shards / name).unlink()
     missing = findings(shards)
@@ -162,37 +158,37 @@ def test_missing_and_cut_files_are_found(shards: Path, name: str) -> None:
     assert name != TRAIN or not entry_points_file(shards, TRAIN).exists()
 
 
-def test_other_index_columns_are_refused(shards: Path) -> None:
+def test_other_index_columns_are_refused(shards):
     pq.write_table(pa.table({"key": ["a"]}), shards / INDEX_NAME)
     found = findings(shards)
     assert any("has other columns" in text for text in found)
     assert not any(text.startswith("train") for text in found), "the tars are sound"
 
 
-@pytest.mark.parametrize(
-    "change, is_found",
-    [
-        (lambda rows: rows[1].update(key="other"), True),
-        (lambda rows: rows[1].update(split="val"), True),
-        (lambda rows: rows[1].update(status="rejected"), True),
-        (lambda rows: rows[1].update(status="repaired"), False),
-        (lambda rows: rows.reverse(), True),
-        (lambda rows: rows[0].update(key=None), True),
-        (lambda rows: rows.append(rows[0]), True),
-    ],
-)
-@pytest.mark.parametrize("batch_rows", [1, 2, 1000])
+# Changes of the first row or of the second, and of their order.
+@rows("""
+- [number, change, is_found]
+- [1, {key: other}, true]
+- [1, {split: val}, true]
+- [1, {status: rejected}, true]
+- [1, {status: repaired}, false]
+- [0, {key: null}, true]
+- [null, reversed, true]
+- [null, doubled, true]
+""")
+@every(batch_rows="1, 2, 1000")
 def test_the_samples_of_ledger_and_index_are_compared_in_pieces(
-    shards: Path,
-    change: Any,
-    is_found: bool,
-    batch_rows: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    shards, number, change, is_found, batch_rows, monkeypatch
+):
     monkeypatch.setattr("data_prep.verification.BATCH_ROWS", batch_rows)
     assert findings(shards) == []
     rows = pq.read_table(shards / "ledger.parquet").to_pylist()
-    change(rows)
+    if change == "reversed":
+        rows.reverse()
+    elif change == "doubled":
+        rows.append(rows[0])
+    else:
+        rows[number] |= change
     table = pa.Table.from_pylist(rows, schema=pq.read_schema(shards / "ledger.parquet"))
     pq.write_table(table, shards / "ledger.parquet", row_group_size=3)
     what = (
@@ -201,21 +197,18 @@ def test_the_samples_of_ledger_and_index_are_compared_in_pieces(
     assert (what in findings(shards)) == is_found
 
 
-def test_memory_does_not_grow_with_the_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_does_not_grow_with_the_samples(tmp_path, monkeypatch):
     """At most 60 bytes a row: Arrow's peak and Python's, over all that sees every row."""
     monkeypatch.setattr("data_prep.verification.BATCH_ROWS", 1_000)
-    num, per_tar = 100_000, 2_000
+    num = 100_000
+    per_tar = 2_000
     folder = tmp_path / "shards"
     make_shard_folder(folder)
     schema = pq.read_schema(folder / "ledger.parquet")
     names = [f"train-n01440764-n01440764_{number}" for number in range(num)]
     tars = [f"train-{number // per_tar:06d}.tar" for number in range(num)]
     columns = {"key": names, "split": ["train"] * num, "shard": tars}
-    columns |= {
-        name: [1] * num for name in ("offset", "length", "label", "width", "height")
-    }
+    columns |= {name: [1] * num for name in "offset length label width height".split()}
     columns |= {"format": ["jpg"] * num, "blake3": [bytes(32)] * num}
     write_index(folder, tables=[pa.table(columns, schema=INDEX_SCHEMA)])
     ledger = {name: [None] * num for name in schema.names}
@@ -252,15 +245,17 @@ def test_memory_does_not_grow_with_the_samples(
     assert 0 < tracked.max_memory() + python < 60 * num
 
 
-@pytest.mark.parametrize("reader", ["verification", "source"])
-def test_a_parquet_file_is_never_held_as_a_whole(reader: str, tmp_path: Path) -> None:
+@every(reader="verification, source")
+def test_a_parquet_file_is_never_held_as_a_whole(reader, tmp_path):
     """Random bytes, which do not get smaller in the file: 8 MB in 32 groups of rows."""
-    path, num = tmp_path / "rows.parquet", 8_000
+    path = tmp_path / "rows.parquet"
+    num = 8_000
     table = pa.table({"image": [random.randbytes(1000) for _ in range(num)]})
     pq.write_table(table, path, row_group_size=num // 32)
     del table
     before = pa.total_allocated_bytes()
-    peak, seen = before, 0
+    peak = before
+    seen = 0
     with pq.ParquetFile(path) as file:
         pieces = (
             _batches(path)
@@ -270,44 +265,33 @@ def test_a_parquet_file_is_never_held_as_a_whole(reader: str, tmp_path: Path) ->
         for piece in pieces:
             seen += len(piece)
             peak = max(peak, pa.total_allocated_bytes())
-    assert seen == num and peak - before < 2_000_000
+    assert seen == num
+    assert peak - before < 2_000_000
 
 
-@pytest.mark.parametrize(
-    "name", ["../x.tar", "/x.tar", "a/../../x.tar", "..", "", "a\0.tar"]
-)
-def test_a_manifest_that_names_files_outside_is_refused(
-    shards: Path, name: str
-) -> None:
+@every(name=["../x.tar", "/x.tar", "a/../../x.tar", "..", "", "a\0.tar"])
+def test_a_manifest_that_names_files_outside_is_refused(shards, name):
     manifest = read_manifest(shards)
     first = manifest.splits["train"].shards[0]
     split = replace(manifest.splits["train"], shards=(replace(first, name=name),))
     write_manifest(shards, manifest=replace(manifest, splits={"train": split}))
-    with pytest.raises(UserError, match="which may lie outside its folder"):
+    with refused("which may lie outside its folder"):
         read_manifest(shards)
-    with pytest.raises(UserError, match="which may lie outside its folder"):
+    with refused("which may lie outside its folder"):
         list_samples(shards)
 
 
-def test_an_index_that_names_other_tars_is_not_followed(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_an_index_that_names_other_tars_is_not_followed(shards, tmp_path):
     (tmp_path / "secret").write_bytes(b"x" * 10_000)
     rewritten(shards, lambda rows: rows[0].update(shard="../secret"))
-    with pytest.raises(
-        UserError, match="names the tar '../secret', which manifest.json does not"
-    ):
+    with refused("names the tar '../secret', which manifest.json does not"):
         list_samples(shards)
-    with pytest.raises(
-        UserError, match="names the tar '../secret', which manifest.json does not"
-    ):
+    with refused("names the tar '../secret', which manifest.json does not"):
         draw_sheet(tmp_path / "sheet.png", shards, read_manifest(shards))
 
 
-@pytest.mark.parametrize("link", ["entry_points", "entry_points/deep"])
-def test_entry_points_are_not_written_through_links(
-    shards: Path, tmp_path: Path, link: str
-) -> None:
+@every(link="entry_points, entry_points/deep")
+def test_entry_points_are_not_written_through_links(shards, tmp_path, link):
     (tmp_path / "victim").mkdir()
     name = f"deep/{TRAIN}" if "/" in link else TRAIN
     (shards / name).parent.mkdir(exist_ok=True)
@@ -332,7 +316,7 @@ def test_entry_points_are_not_written_through_links(
     assert not list((tmp_path / "victim").iterdir())
 
 
-def test_a_ledger_of_other_sums_is_found(shards: Path) -> None:
+def test_a_ledger_of_other_sums_is_found(shards):
     write_manifest(
         shards, manifest=replace(read_manifest(shards), inputs={"num_rows": 9})
     )

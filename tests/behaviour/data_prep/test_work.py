@@ -1,7 +1,5 @@
 """Units shared by processes of several machines, and items by those of one."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re
@@ -9,15 +7,15 @@ import socket
 import threading
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from data_prep.steps import work as sharing
 from data_prep.steps.work import Step, WorkFolder
 from tests.support.corpora.image_corpus import run_of
+from tests.support.tables import every, refused
 from tests.support.waiting import PATIENCE_S, wait_until
-from vitscale.config.errors import FailureKind, UserError, WorkerError
+from vitscale.config.errors import FailureKind, WorkerError
 from vitscale.distributed.processes import descendants
 from vitscale.distributed.worker_processes import Workers
 
@@ -26,7 +24,7 @@ NO_PID = 1 << 23
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> WorkFolder:
+def work(tmp_path) -> WorkFolder:
     folder = WorkFolder(run_of(tmp_path / "in", tmp_path / "out"))
     folder.path.mkdir()
     folder.open()
@@ -35,7 +33,7 @@ def work(tmp_path: Path) -> WorkFolder:
 
 def run(work: WorkFolder, units: list[str]) -> list[str]:
     """Do the units that are not done; returns those done here, in order."""
-    done: list[str] = []
+    done = []
 
     def do(work: WorkFolder, unit: str) -> None:
         done.append(unit)
@@ -55,34 +53,33 @@ def process(work: WorkFolder, where: str, pid: int, *, age_s: float = 0.0) -> st
     return heartbeat.parent.name
 
 
-def test_every_unit_is_done_once(work: WorkFolder) -> None:
+def test_every_unit_is_done_once(work: WorkFolder):
     assert sorted(run(work, ["a", "b", "c"])) == ["a", "b", "c"]
     assert run(work, ["a", "b", "c"]) == []
     assert not list((work.path / "claims").iterdir())
 
 
-def test_what_others_did_meanwhile_is_seen(
-    work: WorkFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_others_did_meanwhile_is_seen(work: WorkFolder, monkeypatch):
     take = WorkFolder.take
 
-    def late(work: WorkFolder, claim: Path) -> bool:
+    def late(work, claim):
         (work.path / claim.name).touch()
         return take(work, claim)
 
     monkeypatch.setattr(WorkFolder, "take", late)
     assert run(work, ["a"]) == []
     (work.path / "failed.json").write_text('{"text": "bad"}')
-    with pytest.raises(UserError, match="bad"):
+    with refused("bad"):
         run(work, ["a"])
 
 
-@pytest.mark.parametrize("skew_s", [0.0, -3600.0, 3600.0])
+@every(skew_s="0.0, -3600.0, 3600.0")
 def test_claims_of_silent_processes_are_taken_over(
-    work: WorkFolder, skew_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    work: WorkFolder, skew_s, monkeypatch
+):
     """By the file system's clock. In a new container the ids of a dead one live again."""
-    here, old = socket.gethostname(), 65.0
+    here = socket.gethostname()
+    old = 65.0
     names = {
         process(work, f"{here}-1", os.getpid(), age_s=old): True,
         process(work, f"{here}-2", os.getpid()): False,
@@ -97,6 +94,7 @@ def test_claims_of_silent_processes_are_taken_over(
     for name, is_dead in names.items():
         claim = work.path / "claims" / name
         claim.symlink_to(name)
+
         # The first attempt removes the claim.
         assert not work.take(claim) and work.take(claim) == is_dead, name
     work.clean()
@@ -107,35 +105,33 @@ def test_claims_of_silent_processes_are_taken_over(
     }
 
 
-def test_a_task_that_starts_again_has_another_name(work: WorkFolder) -> None:
+def test_a_task_that_starts_again_has_another_name(work: WorkFolder):
     """Though its host and its process id are the same; workers are named after their task."""
     again = WorkFolder(work.run)
     assert again.scratch.name != work.scratch.name
     assert pickle.loads(pickle.dumps(work)).scratch.name == work.scratch.name
 
 
-def test_a_task_that_ends_frees_what_its_workers_held(work: WorkFolder) -> None:
+def test_a_task_that_ends_frees_what_its_workers_held(work: WorkFolder):
     claim = work.claim("a")
     claim.symlink_to(process(work, work.task, NO_PID))
     other = work.claim("b")
     other.symlink_to(process(work, "elsewhere-1", 1))
     work.leave()
-    assert not work.take(claim) and work.take(claim)
-    assert not work.take(other) and not work.take(other)
+    assert not work.take(claim)
+    assert work.take(claim)
+    assert not work.take(other)
+    assert not work.take(other)
 
 
-def test_a_wait_says_for_whom_and_how_long(
-    work: WorkFolder,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_wait_says_for_whom_and_how_long(work: WorkFolder, monkeypatch, capsys):
     monkeypatch.setattr(sharing, "SAY_WAIT_S", 0.05)
     work.claim("a").symlink_to(process(work, "node-7-1234abcd", 55))
     thread = threading.Thread(target=lambda: run(work, ["a"]), daemon=True)
     thread.start()
-    said: list[str] = []
+    said = []
 
-    def lines() -> list[str]:
+    def lines():
         said.extend(capsys.readouterr().out.splitlines())
         return said
 
@@ -146,21 +142,21 @@ def test_a_wait_says_for_whom_and_how_long(
     assert all(re.match(expected, line) for line in said)
 
 
-def test_units_of_living_processes_are_waited_for(work: WorkFolder) -> None:
+def test_units_of_living_processes_are_waited_for(work: WorkFolder):
     (work.path / "claims/a").symlink_to(process(work, "elsewhere", 1))
-    done: list[str] = []
+    done = []
     thread = threading.Thread(target=lambda: done.extend(run(work, ["a"])), daemon=True)
     thread.start()
     time.sleep(1.0)
-    assert not done and thread.is_alive()
+    assert not done
+    assert thread.is_alive()
     (work.path / "a").touch()
     thread.join(PATIENCE_S)
-    assert not thread.is_alive() and not done
+    assert not thread.is_alive()
+    assert not done
 
 
-def test_a_process_has_a_heartbeat(
-    work: WorkFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_has_a_heartbeat(work: WorkFolder, monkeypatch):
     monkeypatch.setattr(sharing, "HEARTBEAT_S", 0.01)
     work.open()
     path = work.scratch / "alive"
@@ -168,26 +164,26 @@ def test_a_process_has_a_heartbeat(
     wait_until(lambda: path.stat().st_mtime > 1)
 
 
-@pytest.mark.parametrize("num", [1, 2])
-def test_each_result_has_the_position_of_its_item(num: int) -> None:
+@every(num="1, 2")
+def test_each_result_has_the_position_of_its_item(num):
     items = [0.05 if number % 3 == 0 else number / 1e6 for number in range(50)]
     with Workers(time.sleep, num=num, imports=()) as workers:
         found = sorted(workers.results(iter(items)))
     assert found == [(position, item, None) for position, item in enumerate(items)]
 
 
-def test_an_error_is_raised_here_and_ends_the_workers() -> None:
+def test_an_error_is_raised_here_and_ends_the_workers():
     before = descendants(os.getpid())
     with pytest.raises(ValueError, match="invalid literal") as caught:
         with Workers(int, num=2, imports=()) as workers:
             list(workers.results(["1", "x", "2"]))
     assert "in a worker process" in caught.value.__notes__[0]
-    assert (
-        len(descendants(os.getpid())) <= len(before) + 2
-    )  # the server and its tracker
+
+    # The server and its tracker.
+    assert len(descendants(os.getpid())) <= len(before) + 2
 
 
-def test_a_dead_worker_process_is_reported() -> None:
+def test_a_dead_worker_process_is_reported():
     """Not as bad input, which no job of SLURM would try again."""
     with pytest.raises(WorkerError, match="a worker process died") as caught:
         with Workers(os._exit, num=2, imports=()) as workers:

@@ -1,20 +1,18 @@
 """The generated DeepSpeed configuration, and the raw keys that may be merged over it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import yaml
 
-from vitscale.config.errors import UserError
+from tests.support.tables import every, refused
 from vitscale.engine.engine import deepspeed_config, resolve_precision
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.models import costs
 from vitscale.models.settings import ViTSettings
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 
 
 def config(
@@ -24,10 +22,10 @@ def config(
     accumulation: int = 3,
     largest_parameter: int = 1,
     world_size: int = 2,
-    **raw: Any,
-) -> Any:
+    **raw,
+):
     return deepspeed_config(
-        EngineSettings(zero_stage=stage),  # type: ignore[arg-type]  # 0 to 3
+        EngineSettings(zero_stage=stage),  # 0 to 3
         micro_batch=4,
         accumulation=accumulation,
         world_size=world_size,
@@ -38,17 +36,19 @@ def config(
     )
 
 
-def test_raw_keys_are_merged_over_the_generated_ones() -> None:
+def test_raw_keys_are_merged_over_the_generated_ones():
     raw = {
         "zero_optimization": {"reduce_bucket_size": 7},
         "bf16": {"enabled": 1},
         "dump_state": 1,
     }
-    plain, found = config(FP32), config(FP32, **raw)
+    plain = config(FP32)
+    found = config(FP32, **raw)
     assert found == plain | raw | {
         "zero_optimization": plain["zero_optimization"] | {"reduce_bucket_size": 7}
     }
-    assert found["train_batch_size"] == 24 and found["gradient_clipping"] == 0.5
+    assert found["train_batch_size"] == 24
+    assert found["gradient_clipping"] == 0.5
 
 
 # (dtype, stage, ranks), what DeepSpeed computes in, and the dtype in which ranks add gradients.
@@ -67,12 +67,8 @@ PRECISIONS = [
 
 @pytest.mark.parametrize("dtype, stage, world_size, section, sent_as", PRECISIONS)
 def test_micro_batches_are_summed_in_fp32_and_few_ranks_in_half_precision(
-    dtype: torch.dtype,
-    stage: int,
-    world_size: int,
-    section: str | None,
-    sent_as: str | None,
-) -> None:
+    dtype, stage, world_size, section, sent_as
+):
     found = config(dtype, stage=stage, world_size=world_size)
     assert {"torch_autocast", "bf16", "fp16"} & found.keys() == {section} - {None}
     sums = {"grad_accum_dtype": "fp32"} if section in ("bf16", "fp16") else None
@@ -80,27 +76,28 @@ def test_micro_batches_are_summed_in_fp32_and_few_ranks_in_half_precision(
     assert found.get("communication_data_type") == sent_as
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_bucket_holds_the_largest_parameter(stage: int) -> None:
+@every(stage="1, 2")
+def test_bucket_holds_the_largest_parameter(stage):
     """The gradient of a larger one is freed while it is still being reduced."""
     for raw in ({}, {"zero_optimization": {"reduce_bucket_size": 50}}):
         found = config(BF16, stage=stage, largest_parameter=10**8, **raw)
         assert found["zero_optimization"]["reduce_bucket_size"] == 10**8
 
 
-def test_one_fp32_rank_copies_nothing_for_unsharded_stages() -> None:
+def test_one_fp32_rank_copies_nothing_for_unsharded_stages():
     """ZeRO 1 and 2 have nothing to shard there; the estimate of memory knows."""
 
-    def stages(dtype: torch.dtype, world_size: int) -> list[int]:
+    def stages(dtype, world_size):
         found = [
             config(dtype, stage=stage, world_size=world_size) for stage in range(4)
         ]
         return [each["zero_optimization"]["stage"] for each in found]
 
     assert stages(FP32, 1) == [0, 0, 0, 3]
+
     # bf16 weights with fp32 originals compute differently from autocast at stage 0.
     assert stages(FP32, 2) == stages(BF16, 1) == [0, 1, 2, 3]
-    options: dict[str, Any] = {"world_size": 1, "precision": "fp32", "micro_batch": 1}
+    options = {"world_size": 1, "precision": "fp32", "micro_batch": 1}
     options |= {"optimizer_bytes": 8, "activation_checkpointing": False, "costs": costs}
     arch = ViTSettings(preset="Ti/16").resolved(num_classes=10)
     found = [
@@ -109,8 +106,8 @@ def test_one_fp32_rank_copies_nothing_for_unsharded_stages() -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_fp16_needs_a_gpu() -> None:
-    with pytest.raises(UserError, match="runs on cpu\n  allowed: auto, fp32"):
+def test_fp16_needs_a_gpu():
+    with refused("runs on cpu\n  allowed: auto, fp32"):
         resolve_precision(EngineSettings(precision="fp16"), torch.device("cpu"))
 
 
@@ -143,9 +140,7 @@ READ = """
 
 
 @pytest.mark.parametrize("engine, raw, setting", yaml.safe_load(UNREAD))
-def test_raw_keys_that_nothing_reads_are_refused(
-    engine: dict[str, Any], raw: dict[str, Any], setting: str
-) -> None:
+def test_raw_keys_that_nothing_reads_are_refused(engine, raw, setting):
     problems = list(raw_problems(raw, engine=EngineSettings(**engine)))
     assert [text for _, text in problems] == [
         f"has no effect here; remove it, or set {setting}"
@@ -153,13 +148,11 @@ def test_raw_keys_that_nothing_reads_are_refused(
 
 
 @pytest.mark.parametrize("engine, raw", yaml.safe_load(READ))
-def test_raw_keys_that_are_read_are_taken(
-    engine: dict[str, Any], raw: dict[str, Any]
-) -> None:
+def test_raw_keys_that_are_read_are_taken(engine, raw):
     assert list(raw_problems(raw, engine=EngineSettings(**engine))) == []
 
 
-def test_ranks_add_in_a_precision_that_exists() -> None:
+def test_ranks_add_in_a_precision_that_exists():
     problems = list(
         raw_problems({"communication_data_type": "int8"}, engine=EngineSettings())
     )

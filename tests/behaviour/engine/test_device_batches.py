@@ -1,7 +1,5 @@
 """Batches one ahead: streams and copies of a GPU are recorded instead of made."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +11,8 @@ from vitscale.config.errors import RankError
 from vitscale.data.loader import Batch
 from vitscale.engine.device_batches import DeviceBatches
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 1)
 
 
 def numbered(num: int, *, error: Exception | None = None) -> Iterator[Batch]:
@@ -26,14 +25,14 @@ def numbered(num: int, *, error: Exception | None = None) -> Iterator[Batch]:
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def events(monkeypatch) -> list[str]:
     """What a GPU would be told to do, in order."""
-    found: list[str] = []
+    found = []
     copies = object()
     kernels = SimpleNamespace(wait_stream=lambda other: found.append("wait for copies"))
 
     @contextlib.contextmanager
-    def stream(own: object) -> Iterator[None]:
+    def stream(own) -> Iterator[None]:
         assert own is copies
         found.append("on the stream of copies")
         yield
@@ -43,7 +42,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(f"copy {batch.labels[0]}")
         return batch
 
-    def kept(tensor: torch.Tensor, used_by: object) -> None:
+    def kept(tensor: torch.Tensor, used_by) -> None:
         assert used_by is kernels
         found.append("keep until its kernels ran")
 
@@ -55,7 +54,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_kernels_wait_for_their_own_copy_alone(events: list[str]) -> None:
+def test_kernels_wait_for_their_own_copy_alone(events):
     batches = DeviceBatches(numbered(2), GPU)
     for number in range(2):
         assert int(next(batches).labels[0]) == number
@@ -69,7 +68,7 @@ def test_kernels_wait_for_their_own_copy_alone(events: list[str]) -> None:
     assert events == expected + [line.format(1) for line in use]
 
 
-def test_error_of_the_loader_comes_at_its_own_batch(events: list[str]) -> None:
+def test_error_of_the_loader_comes_at_its_own_batch(events):
     """The step before it still ends, and with it its checkpoint and its line in the log."""
     batches = DeviceBatches(numbered(1, error=RankError("a worker died")), GPU)
     next(batches)
@@ -79,7 +78,7 @@ def test_error_of_the_loader_comes_at_its_own_batch(events: list[str]) -> None:
         next(batches)
 
 
-def test_cpu_gets_the_batches_themselves_and_none_ahead() -> None:
+def test_cpu_gets_the_batches_themselves_and_none_ahead():
     given = list(numbered(2))
     source = iter(given)
     batches = DeviceBatches(source, CPU)

@@ -4,11 +4,8 @@ Every pair of a task, a ZeRO stage, a precision, one or several micro-batches an
 case; the slow ones add all machines, and all tasks at all stages in all precisions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +22,9 @@ from tests.support.engine.reference_cases import (
     train_reference,
 )
 from tests.support.levels import by_level
-from tests.support.ranks.warm_ranks import ROOT, WarmRank, WarmStarter
+from tests.support.ranks.warm_ranks import ROOT, WarmStarter
 from tests.support.reference_training import Machine, Result
+from tests.support.tables import every
 from vitscale.optim.settings import OPTIMIZERS
 
 pytestmark = pytest.mark.distributed
@@ -51,9 +49,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trained(
-    request: pytest.FixtureRequest,
+    request,
     warm_starter: WarmStarter,
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory,
 ) -> Iterator[Trained]:
     """Train the cases of the tests that run with the engine, in a job for each number of ranks."""
     cases = dict.fromkeys([CONTROL])
@@ -62,8 +60,8 @@ def trained(
         if item.path == request.path and hasattr(item, "callspec"):
             cases[item.callspec.params["name"]] = None
 
-    folders: dict[int, Path] = {}
-    jobs: dict[int, list[WarmRank]] = {}
+    folders = {}
+    jobs = {}
     for num_ranks in sorted({ALL[name][1].ranks for name in cases}):
         folders[num_ranks] = folder = tmp_path_factory.mktemp(f"ranks-{num_ranks}-")
         names = [name for name in cases if ALL[name][1].ranks == num_ranks]
@@ -90,16 +88,15 @@ def trained(
 
 
 @pytest.mark.timeout(PATIENCE_S)
-@pytest.mark.parametrize(
-    "name",
-    by_level([*fast_cases(), *slow_cases()], fast=fast_cases(), slow=slow_cases()),
+@every(
+    name=by_level([*fast_cases(), *slow_cases()], fast=fast_cases(), slow=slow_cases())
 )
-def test_a_training_is_that_of_the_reference(trained: Trained, name: str) -> None:
+def test_a_training_is_that_of_the_reference(trained: Trained, name):
     is_exact = ALL[name][1].precision == "fp32"
     check(ALL[name][0], trained(name), train_reference(*ALL[name]), exact=is_exact)
 
 
-def test_all_optimisers_objectives_and_losses_are_tasks() -> None:
+def test_all_optimisers_objectives_and_losses_are_tasks():
     """A new entry of a registry needs a task, and a reference of its own."""
     runs = [make_run(task, Machine()) for task in TASKS]
     assert {run.optim.name for run in runs} == OPTIMIZERS.keys()
@@ -110,9 +107,10 @@ def test_all_optimisers_objectives_and_losses_are_tasks() -> None:
     assert kinds == {"softmax", "sigmoid", "bce"}
 
 
-def test_the_reference_can_tell(trained: Trained) -> None:
+def test_the_reference_can_tell(trained: Trained):
     """A run at another rate, by a thousandth, is not the reference's."""
-    ours, right = trained(CONTROL), train_reference(*ALL[CONTROL])
+    ours = trained(CONTROL)
+    right = train_reference(*ALL[CONTROL])
     moved = {key: value * (1 + 1e-3) for key, value in ours.weights.items()}
     with pytest.raises(AssertionError):
         check("sgd", Result(**{**vars(ours), "weights": moved}), right, exact=True)

@@ -1,17 +1,13 @@
 """A model's outputs meet the classes of a data set by name and by what names mean."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from timm.data import ImageNetInfo
 from torchvision.models._meta import _IMAGENET_CATEGORIES as TORCHVISION
 
-from tests.support.tables import rows
-from vitscale.config.errors import UserError
+from tests.support.tables import every, refused, rows
 from vitscale.data.label_spaces import known_space
 from vitscale.evaluation.classes import column_of_each_class
 
@@ -33,38 +29,36 @@ def in_order(names: Sequence[str], order: Sequence[int]) -> tuple[str, ...]:
     return tuple(names[place] for place in order)
 
 
-@pytest.mark.parametrize("model", [SYNSETS, WORDS, DETAILED, TORCHVISION, None])
-@pytest.mark.parametrize("data", [SYNSETS, WORDS, TORCHVISION])
-def test_imagenets_classes_meet_however_they_are_written(
-    model: Sequence[str] | None, data: Sequence[str]
-) -> None:
+@every(model=[SYNSETS, WORDS, DETAILED, TORCHVISION, None])
+@every(data=[SYNSETS, WORDS, TORCHVISION])
+def test_imagenets_classes_meet_however_they_are_written(model, data):
     """Words alone do not tell: two classes are called `crane`, labels 134 and 517."""
     found = column_of_each_class(model, data, num_outputs=1000)
     assert found.columns == tuple(range(1000))
+
     # timm's lists of ids say the same of the releases of 21,843 classes.
     other = known_space("imagenet_21k_goog")
     columns = column_of_each_class(None, data, num_outputs=len(other)).columns
     expected = [other.index(synset) if synset in other else -1 for synset in SYNSETS]
-    assert list(columns) == expected and expected.count(-1) == 1
+    assert list(columns) == expected
+    assert expected.count(-1) == 1
 
 
-@pytest.mark.parametrize("model", [SYNSETS, WORDS, TORCHVISION, None])
-def test_ids_in_any_order_and_number_find_their_outputs(
-    model: Sequence[str] | None,
-) -> None:
+@every(model=[SYNSETS, WORDS, TORCHVISION, None])
+def test_ids_in_any_order_and_number_find_their_outputs(model):
     for order in (SHUFFLED, SHUFFLED[:10]):
         found = column_of_each_class(model, in_order(SYNSETS, order), num_outputs=1000)
         assert list(found.columns) == order
         assert found.how.startswith("matched by")
 
 
-@pytest.mark.parametrize("model", [SYNSETS, WORDS, None])
-def test_numbers_are_positions_in_imagenets_list(model: Sequence[str] | None) -> None:
+@every(model=[SYNSETS, WORDS, None])
+def test_numbers_are_positions_in_imagenets_list(model):
     found = column_of_each_class(model, NUMBERS, num_outputs=1000)
     assert list(found.columns) == [int(name) for name in NUMBERS]
 
 
-def test_words_of_a_few_classes_find_their_outputs() -> None:
+def test_words_of_a_few_classes_find_their_outputs():
     expected = [SYNSETS.index(synset) for synset in IMAGENETTE_IDS]
     for model in (SYNSETS, WORDS, None):
         found = column_of_each_class(model, IMAGENETTE, num_outputs=1000)
@@ -95,21 +89,20 @@ def test_words_of_a_few_classes_find_their_outputs() -> None:
 - [[cat, dog], ["0", "1"], [-1, -1], matched by name]
 - [["0", "1"], [cat, dog], [-1, -1], matched by name]
 """)
-def test_other_classes_meet_by_name(
-    model: list[str] | None, data: list[str], columns: list[int], how: str
-) -> None:
+def test_other_classes_meet_by_name(model, data, columns, how):
     found = column_of_each_class(model, data, num_outputs=len(model or data))
-    assert (list(found.columns), found.how) == (columns, how)
+    assert list(found.columns) == columns
+    assert found.how == how
 
 
-def test_both_spellings_of_an_accent_are_one_name() -> None:
+def test_both_spellings_of_an_accent_are_one_name():
     names = ("café", "tea")
     data = tuple(unicodedata.normalize("NFD", name) for name in names)
     assert data[0] != names[0]
     assert column_of_each_class(names, data, num_outputs=2).columns == (0, 1)
 
 
-def test_classes_that_only_one_side_names_are_refused() -> None:
+def test_classes_that_only_one_side_names_are_refused():
     """Position says nothing there: MNIST's digits are not ImageNet's first ten classes."""
     digits = tuple(map(str, range(10)))
     for data, num_outputs in (
@@ -117,13 +110,14 @@ def test_classes_that_only_one_side_names_are_refused() -> None:
         (digits, 1000),
         (("cat", "dog"), 1000),
     ):
-        with pytest.raises(UserError, match="outputs are unknown"):
+        with refused("outputs are unknown"):
             column_of_each_class(None, data, num_outputs=num_outputs)
 
 
-def test_names_of_several_classes_are_names_of_none() -> None:
+def test_names_of_several_classes_are_names_of_none():
     """Which crane it is nothing tells, nor which of two folders the tenches are in."""
     for data in (("crane", "goldfish"), ("tench", "goldfish", "Tinca tinca")):
         found = column_of_each_class(SYNSETS, data, num_outputs=1000)
-        assert found.columns[0] == -1 and found.columns[1] == 1
+        assert found.columns[0] == -1
+        assert found.columns[1] == 1
         assert found.lacking(data) == [name for name in data if name != "goldfish"]

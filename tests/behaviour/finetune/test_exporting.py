@@ -1,7 +1,5 @@
 """Exported models give their logits and pixels in the libraries that load them; whole or absent."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -11,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -21,11 +19,10 @@ import yaml
 from PIL import Image
 
 from finetune.exporting.folder import EXPORTS, check_packages
-from finetune.exporting.format import Format
 from finetune.settings import ExportRun
 from tests.support.corpora.image_samples import encoded, photograph
 from tests.support.engine.small_models import export, images_of, off_by, small_model
-from tests.support.tables import Values, refused, rows, words
+from tests.support.tables import Values, every, refused, rows
 from vitscale.data.samples import EvaluationResize
 from vitscale.data.settings import DataSettings
 from vitscale.evaluation.trained_model import SourceRun, open_model
@@ -47,8 +44,8 @@ swiglu: {mlp: swiglu, layer_scale: 0.1}
 """)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_timm_gives_equal_logits(tmp_path: Path, kind: str) -> None:
+@every(kind=KINDS)
+def test_timm_gives_equal_logits(tmp_path, kind):
     loaded = small_model(**KINDS[kind])
     folder = export(loaded, "timm", tmp_path / "out")
     assert (
@@ -64,9 +61,7 @@ def test_timm_gives_equal_logits(tmp_path: Path, kind: str) -> None:
 - [{pool: gap}, {global_pool: avg, class_token: false, fc_norm: false}]
 - [{pool: map}, {global_pool: map, class_token: false, fc_norm: false}]
 """)
-def test_npz_is_read_by_timm_and_here(
-    tmp_path: Path, settings: Values, options: Values
-) -> None:
+def test_npz_is_read_by_timm_and_here(tmp_path, settings, options):
     loaded = small_model(**settings)
     path = str(export(loaded, "npz", tmp_path / "out") / "model.npz")
     sizes = yaml.safe_load("""
@@ -74,7 +69,7 @@ def test_npz_is_read_by_timm_and_here(
      act_layer: gelu_tanh, final_norm: true}
     """)
     sizes |= {"mlp_ratio": 40 / 24, **options}
-    model: Any = timm.create_model("vit_base_patch16_224", **sizes)
+    model = timm.create_model("vit_base_patch16_224", **sizes)
     is_big_vision = settings in ({"class_position": False}, {"pool": "map"})
     model.load_pretrained(path, "params/" if is_big_vision else "")
     assert off_by(model, loaded) < 1e-4
@@ -84,13 +79,9 @@ def test_npz_is_read_by_timm_and_here(
 EVERYTHING = {"gelu": "erf", "layer_norm_eps": 1e-5, "class_position": False}
 
 
-@pytest.mark.parametrize(
-    "settings", [EVERYTHING, {"representation_layer": True}, {"num_classes": 0}]
-)
-@words(to="npz safetensors")
-def test_exported_folders_are_read_back_as_they_are(
-    tmp_path: Path, settings: Values, to: str
-) -> None:
+@every(settings=[EVERYTHING, {"representation_layer": True}, {"num_classes": 0}])
+@every(to="npz, safetensors")
+def test_exported_folders_are_read_back_as_they_are(tmp_path, settings, to):
     """With everything that weights do not show: GELU, epsilon, heads, preprocessing, names."""
     how = {"mean": (0.1, 0.2, 0.3), "eval_resize": "center_crop"}
     classes = None if "num_classes" in settings else tuple("vwxyz")
@@ -101,20 +92,21 @@ def test_exported_folders_are_read_back_as_they_are(
     finally:
         os.umask(umask)
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
-    path, own = folder / f"model.{to}", loaded.network.state_dict()
+    path = folder / f"model.{to}"
+    own = loaded.network.state_dict()
     tensors = read_weights(path).tensors
     assert tensors.keys() == own.keys()
     assert all(torch.equal(tensors[name], own[name]) for name in own)
     again = export(loaded, to, tmp_path / "again") / path.name
     assert again.read_bytes() == path.read_bytes()
     found = open_model(str(folder))
-    assert (found.arch, found.preprocessing) == (loaded.arch, loaded.preprocessing)
+    assert found.arch == loaded.arch
+    assert found.preprocessing == loaded.preprocessing
     assert found.classes == classes
+
     # Positions of other image sizes are resampled as in our runs, corners to corners.
-    smaller, positions = (
-        open_model(str(folder), image_size=8),
-        own["pos_embed"][0, -16:],
-    )
+    smaller = open_model(str(folder), image_size=8)
+    positions = own["pos_embed"][0, -16:]
     found_4D = smaller.network.state_dict()["pos_embed"][0, -4:]
     torch.testing.assert_close(found_4D, positions[[0, 3, 12, 15]])
     with torch.no_grad():
@@ -126,16 +118,17 @@ def test_exported_folders_are_read_back_as_they_are(
         open_model(str(folder))
 
 
-def test_a_card_has_the_metrics_of_the_exported_weights(tmp_path: Path) -> None:
+def test_a_card_has_the_metrics_of_the_exported_weights(tmp_path):
     """The last ones up to the checkpoint's step."""
-    loaded, checkpoint = small_model(), SimpleNamespace(step=20, description={})
+    loaded = small_model()
+    checkpoint = SimpleNamespace(step=20, description={})
     journal = Journal(tmp_path / "run/journal.jsonl", resume_step=0)
     for step, top1 in ((10, 0.25), (20, 0.5), (21, 0.75)):
         journal.append({"val/top1": top1, "train/loss": top1}, step=step)
     journal.close()
     run = SourceRun(
         folder=journal.path.parent,
-        checkpoint=checkpoint,  # type: ignore[arg-type]  # a stand-in
+        checkpoint=checkpoint,  # a stand-in
         averaged=False,
         config={"name": "base", "data": {"path": "http://me:hunter2@host/x"}},
         arch=loaded.arch,
@@ -144,7 +137,9 @@ def test_a_card_has_the_metrics_of_the_exported_weights(tmp_path: Path) -> None:
     folder = export(replace(loaded, run=run), "safetensors", tmp_path / "out")
     card = (folder / "README.md").read_text()
     assert re.findall(r"^\| (\S+/.*) \|$", card, re.M) == ["val/top1 | 0.5000"]
-    assert "\n# base\n" in card and "- steps: 20\n" in card and "hunter2" not in card
+    assert "\n# base\n" in card
+    assert "- steps: 20\n" in card
+    assert "hunter2" not in card
 
 
 @rows("""
@@ -164,9 +159,7 @@ def test_a_card_has_the_metrics_of_the_exported_weights(tmp_path: Path) -> None:
 - [npz, {pool: gap, class_token: true}, a class token that no head reads]
 - [npz, {family: timm}, a model of the family timm]
 """)
-def test_what_does_not_fit_is_refused(
-    tmp_path: Path, to: str, settings: Values, problem: str
-) -> None:
+def test_what_does_not_fit_is_refused(tmp_path, to, settings, problem):
     with refused(f"{to} cannot express this model") as caught:
         export(small_model(**settings), to, tmp_path / "out")
     assert problem in caught.value.what
@@ -174,15 +167,13 @@ def test_what_does_not_fit_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("shift", [0.01, math.nan])
-@words(to="timm huggingface npz safetensors")
-def test_other_logits_leave_nothing(
-    to: str, shift: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded, original = small_model(), EXPORTS[to].write
-    bias: Any = loaded.network.get_parameter("head.bias").data
+@every(to="timm, huggingface, npz, safetensors", shift=[0.01, math.nan])
+def test_other_logits_leave_nothing(to, shift, tmp_path, monkeypatch):
+    loaded = small_model()
+    original = EXPORTS[to].write
+    bias = loaded.network.get_parameter("head.bias").data
 
-    def write(self: Format, model: Any, folder: Path) -> None:
+    def write(self, model, folder):
         own = bias.clone()
         bias.add_(shift)
         original(self, model, folder)
@@ -197,12 +188,10 @@ def test_other_logits_leave_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_formats_are_the_choices_and_name_missing_packages(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_formats_are_the_choices_and_name_missing_packages(monkeypatch):
     assert tuple(EXPORTS) == get_args(ExportRun.model_fields["to"].annotation)
     monkeypatch.setitem(sys.modules, "onnx", None)
-    for to in ("timm", "huggingface", "npz", "safetensors"):
+    for to in "timm huggingface npz safetensors".split():
         check_packages(to)
     with refused("to=onnx: needs onnx") as caught:
         check_packages("onnx")
@@ -223,8 +212,8 @@ registers: [Dinov2WithRegisters, {num_registers: 3, pool: cls_mean, layer_scale:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OF_TRANSFORMERS)
-def test_transformers_gives_equal_logits(tmp_path: Path, kind: str) -> None:
+@every(kind=OF_TRANSFORMERS)
+def test_transformers_gives_equal_logits(tmp_path, kind):
     """The export itself compares them, of features too; here what its Auto class makes of it."""
     from transformers import AutoModelForImageClassification
 
@@ -242,9 +231,8 @@ def test_transformers_gives_equal_logits(tmp_path: Path, kind: str) -> None:
     )
     card = (headless / "README.md").read_text()
     assert "checked: the same features in transformers" in card
-    assert (
-        "pipeline_tag: image-feature-extra" in card and "The model has no head." in card
-    )
+    assert "pipeline_tag: image-feature-extra" in card
+    assert "The model has no head." in card
     assert f"{name}Model.from_pretrained" in card
     assert ("add_pooling_layer=False" in card) == (name in ("ViT", "DeiT"))
 
@@ -253,9 +241,7 @@ def test_transformers_gives_equal_logits(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("family", "classes"), [("timm", ("a", "é: 'b'", "c", "d", "e")), ("vit", ())]
 )
-def test_a_graph_gives_the_logits_and_says_what_it_needs(
-    tmp_path: Path, family: str, classes: tuple[str, ...]
-) -> None:
+def test_a_graph_gives_the_logits_and_says_what_it_needs(tmp_path, family, classes):
     import onnxruntime
 
     loaded = small_model(family, num_classes=len(classes), classes=classes or None)
@@ -277,7 +263,8 @@ def test_a_graph_gives_the_logits_and_says_what_it_needs(
 # ---- pixels --------------------------------------------------------------------------------------
 
 SIDE = 64
-MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+MEAN = (0.4, 0.5, 0.6)
+STD = (0.2, 0.25, 0.3)
 PHOTO = photograph(250, 187)
 
 
@@ -304,13 +291,11 @@ def levels(normalised_3SS: torch.Tensor) -> torch.Tensor:
 
 def timm_pixels(folder: Path, image: Image.Image) -> torch.Tensor:
     model = timm.create_model(f"local-dir:{folder}", pretrained=True)
-    transform: Any = timm.data.create_transform(
-        **timm.data.resolve_model_data_config(model)
-    )
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
     return levels(transform(image))
 
 
-@words(interpolation="bilinear bicubic")
+@every(interpolation="bilinear, bicubic")
 @rows("""
 - [resize]
 - [{}]
@@ -318,9 +303,7 @@ def timm_pixels(folder: Path, image: Image.Image) -> torch.Tensor:
 - [{eval_resize: center_crop, eval_crop_fraction: 1.0}]
 - [{eval_resize: squash_crop, eval_crop_fraction: 0.8}]
 """)
-def test_timm_makes_the_same_pixels(
-    tmp_path: Path, resize: Values, interpolation: str
-) -> None:
+def test_timm_makes_the_same_pixels(tmp_path, resize, interpolation):
     """A crop on noise, where half a pixel of shift changes every value; else a photo squashed."""
     how = {"mean": MEAN, "std": STD, "eval_interpolation": interpolation} | resize
     folder = exported(tmp_path / "out", "timm", how)
@@ -339,11 +322,8 @@ def test_timm_makes_the_same_pixels(
         assert (found - own_pixels(how, data)).abs().max() <= 1, (width, height)
 
 
-@words(to="timm huggingface")
-@words(resize="squash center_crop squash_crop")
-def test_transformers_sees_the_pixels_of_timm(
-    tmp_path: Path, to: str, resize: str
-) -> None:
+@every(resize="squash, center_crop, squash_crop", to="timm, huggingface")
+def test_transformers_sees_the_pixels_of_timm(tmp_path, to, resize):
     from transformers import AutoConfig, AutoImageProcessor
 
     how = {
@@ -354,9 +334,10 @@ def test_transformers_sees_the_pixels_of_timm(
     }
     reference = timm_pixels(exported(tmp_path / "timm", "timm", how), PHOTO)
     folder = exported(tmp_path / "out", to, how)
+
     # transformers' default backend differs from Pillow by one level; timm's wrapper has none.
-    options: Values = {"backend": "pil"} if to == "huggingface" else {}
-    processor: Any = AutoImageProcessor.from_pretrained(folder, **options)
+    options = {"backend": "pil"} if to == "huggingface" else {}
+    processor = AutoImageProcessor.from_pretrained(folder, **options)
     found = levels(processor(PHOTO, return_tensors="pt")["pixel_values"][0])
     assert (found - reference).abs().max() <= 1
     if to == "huggingface":
@@ -364,8 +345,9 @@ def test_transformers_sees_the_pixels_of_timm(
         shown = {"squash": "", "center_crop": "short side", "squash_crop": "square of"}
         card = (folder / "README.md").read_text()
         assert re.search(f"{shown[resize]}.* {side} (x {side} )?px .bicubic.", card)
+
         # timm's wrapper takes RGB only.
         grey = processor(PHOTO.convert("L"), return_tensors="pt")["pixel_values"]
         assert grey.shape == (1, 3, SIDE, SIDE)
-    labels: Any = AutoConfig.from_pretrained(folder)
+    labels = AutoConfig.from_pretrained(folder)
     assert [labels.id2label[label] for label in range(5)] == list("vwxyz")

@@ -1,9 +1,5 @@
 """Augmentation as a whole, erasing, and each recipe's operations as timm, DeiT and big_vision."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from timm.data import auto_augment as timm_augment
 
-from tests.support.tables import words
+from tests.support.tables import every
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images.augment import AUGREG, TIMM, augment, rand_augment, three_augment
 from vitscale.images.settings import (
@@ -22,7 +18,8 @@ from vitscale.images.settings import (
     RandAugmentSettings,
 )
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 VARIANTS = yaml.safe_load("""
 timm, erasing:
   randaugment: {num_ops: 2, magnitude: 9, policy: timm, magnitude_std: 0.5}
@@ -57,7 +54,7 @@ def run(image: torch.Tensor, settings: AugmentSettings, key: int) -> torch.Tenso
     return augment(image, settings, CounterRandom(key), mean=MEAN, std=STD)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@every(name=VARIANTS)
 @given(
     height=st.integers(1, 30),
     width=st.integers(1, 30),
@@ -65,9 +62,8 @@ def run(image: torch.Tensor, settings: AugmentSettings, key: int) -> torch.Tenso
     key=st.integers(0, 2**64 - 1),
 )
 @settings(max_examples=25, deadline=None)
-def test_any_image_stays_an_image(
-    name: str, height: int, width: int, low: int, key: int
-) -> None:
+def test_any_image_stays_an_image(name, height, width, low, key):
+    # Bright images too, on which an overflow would show.
     levels = np.random.default_rng(key).integers(
         low, 256, (3, height, width), dtype=np.uint8
     )
@@ -75,38 +71,43 @@ def test_any_image_stays_an_image(
     before = image.clone()
     chosen = AugmentSettings.model_validate(VARIANTS[name])
     result = run(image, chosen, key)
-    assert result.dtype == torch.uint8 and result.shape == image.shape
+    assert result.dtype == torch.uint8
+    assert result.shape == image.shape
     assert torch.equal(image, before)
     assert torch.equal(result, run(image, chosen, key)), "not a function of the key"
     assert run(image, AugmentSettings(), key) is image
 
 
-@words(mode="const rand pixel")
-def test_erasing_fills_one_box(mode: str) -> None:
+@every(mode="const, rand, pixel")
+def test_erasing_fills_one_box(mode):
     image = torch.full((3, 64, 64), 255, dtype=torch.uint8)
     options = AugmentSettings(erasing=ErasingSettings(probability=0.25, mode=mode))
-    shares, values = [], []
+    shares = []
+    values = []
     for key in range(2000):
         erased = run(image, options, key << 20)
         changed = (erased != 255).any(dim=0)
         if changed.any():
-            rows, columns = changed.any(dim=1).nonzero(), changed.any(dim=0).nonzero()
+            rows = changed.any(dim=1).nonzero()
+            columns = changed.any(dim=0).nonzero()
             box = erased[
                 :, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1
             ]
             shares.append(box[0].numel() / 64**2)
             values.append(box)
     assert len(shares) == pytest.approx(500, rel=0.2)
-    assert min(shares) > 0.015 and 0.3 < max(shares) < 0.36
+    assert min(shares) > 0.015
+    assert 0.3 < max(shares) < 0.36
+
+    # Boxes are filled with the mean, with one draw for all pixels, or with a draw for each.
     pixels = torch.cat([box.flatten(1) for box in values], dim=1).double()
     for channel in range(3):
         assert pixels[channel].mean() == pytest.approx(255 * MEAN[channel], abs=5.0)
         if mode == "const":
             assert pixels[channel].unique().tolist() == [round(255 * MEAN[channel])]
         if mode == "pixel":
-            assert pixels[channel].std() == pytest.approx(
-                255 * STD[channel], rel=0.05
-            )  # cut off
+            # Noise is cut off at 0 and 255, which narrows it.
+            assert pixels[channel].std() == pytest.approx(255 * STD[channel], rel=0.05)
     assert all((box == box[:, :1, :1]).all() for box in values) == (mode != "pixel")
     if mode == "rand":
         assert len({tuple(box[:, 0, 0].tolist()) for box in values}) > 400
@@ -130,9 +131,7 @@ IMAGES = [
 ]
 
 
-def timm_operation(
-    name: str, magnitude: float, **hparams: object
-) -> timm_augment.AugmentOp:
+def timm_operation(name: str, magnitude: float, **hparams) -> timm_augment.AugmentOp:
     chosen = {"img_mean": (128, 128, 128), **hparams}
     return timm_augment.AugmentOp(
         TIMM_NAMES[name], 1.0, magnitude=magnitude, hparams=chosen
@@ -148,12 +147,8 @@ def to_pil(image: torch.Tensor) -> Image.Image:
     return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("magnitude", [0.0, 3.3, 9.0, 9.9])
-@pytest.mark.parametrize("name", TIMM)
-def test_timm_policy_equals_timm(
-    name: str, magnitude: float, sign: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@every(name=TIMM, magnitude="0.0, 3.3, 9.0, 9.9", sign="1, -1")
+def test_timm_policy_equals_timm(name, magnitude, sign, monkeypatch):
     """Equal to one level: machines may round a blend's products differently."""
     monkeypatch.setattr(timm_augment, "_randomly_negate", lambda value: sign * value)
     for kind, share in (("BILINEAR", 0.2), ("BICUBIC", 0.7)):
@@ -167,11 +162,8 @@ def test_timm_policy_equals_timm(
             assert off_by(own, reference(to_pil(image))) <= 1
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@words(name="rotate shear_x shear_y translate_x translate_y")
-def test_fill_and_resampling_are_those_of_timms_training(
-    name: str, sign: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@every(name="rotate, shear_x, shear_y, translate_x, translate_y", sign="1, -1")
+def test_fill_and_resampling_are_those_of_timms_training(name, sign, monkeypatch):
     """DeiT: `create_transform` passes its bicubic resize and the mean's colour to RandAugment."""
     monkeypatch.setattr(timm_augment, "_randomly_negate", lambda value: sign * value)
     hparams = {"img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
@@ -179,6 +171,7 @@ def test_fill_and_resampling_are_those_of_timms_training(
     wanted = RandAugmentSettings(
         num_ops=1, magnitude=9, policy="timm", fill="mean", interpolation="bicubic"
     )
+
     # Which operation, whether it is applied, its magnitude, its sign; no draw for the resampling.
     drawn = Scripted(
         (list(TIMM).index(name) + 0.5) / len(TIMM), 0.1, 0.5, 0.5 - sign * 0.3
@@ -186,7 +179,8 @@ def test_fill_and_resampling_are_those_of_timms_training(
     own = rand_augment(PHOTO, wanted, drawn, mean=MEAN)
     assert off_by(own, reference(to_pil(PHOTO))) <= 1
     uncovered = (own == torch.tensor([124, 116, 104]).view(3, 1, 1)).all(dim=0)
-    assert uncovered.float().mean() > 0.05 and not drawn.shares
+    assert uncovered.float().mean() > 0.05
+    assert not drawn.shares
 
 
 @pytest.mark.parametrize(
@@ -197,9 +191,7 @@ def test_fill_and_resampling_are_those_of_timms_training(
         (0.9, lambda image: image.filter(ImageFilter.GaussianBlur(1.05))),
     ],
 )
-def test_three_augment_equals_pillow(
-    chosen: float, reference: Callable[[Image.Image], Image.Image]
-) -> None:
+def test_three_augment_equals_pillow(chosen, reference):
     """DeiT-III's: one of three, then contrast, saturation and brightness in a drawn order."""
     strength = [0.5] if chosen == 0.9 else []  # of the blur
     for image in IMAGES:
@@ -212,15 +204,16 @@ def test_three_augment_equals_pillow(
             (ImageEnhance.Brightness, 0.76),
         ):
             expected = enhancer(expected).enhance(factor)
-        assert off_by(three_augment(image, drawn), expected) <= 2 and not drawn.shares
+        assert off_by(three_augment(image, drawn), expected) <= 2
+        assert not drawn.shares
 
 
 def _blend(gray: np.ndarray | float, image: np.ndarray, factor: float) -> np.ndarray:
     return np.trunc(np.clip(gray + factor * (image - gray), 0, 255))
 
 
-@pytest.mark.parametrize("magnitude", [0.0, 2.0, 10.0, 15.0, 20.0])
-def test_augreg_levels(magnitude: float) -> None:
+@every(magnitude="0.0, 2.0, 10.0, 15.0, 20.0")
+def test_augreg_levels(magnitude):
     image = photo(224, seed=5)
     x = image.numpy().astype(np.float64)
     factor = 0.1 + 0.18 * magnitude
@@ -242,21 +235,24 @@ def test_augreg_levels(magnitude: float) -> None:
     expected["sharpness"] = _blend(smooth, x, factor)
     for name, levels in expected.items():
         own = AUGREG[name](image, magnitude, Scripted()).numpy()
+
         # Luma and smoothing may round the other way; what is blended past it grows that by |1 - f|.
         allowed = 1 + abs(1 - factor) if name in ("color", "sharpness") else 1
         assert np.abs(own - levels).max() <= allowed, name
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_augreg_geometry_is_nearest_neighbour(sign: int) -> None:
+@every(sign="1, -1")
+def test_augreg_geometry_is_nearest_neighbour(sign):
     """Pixel by pixel: centres at whole numbers, sheared about the first, turned about the middle;
     100 pixels and 30 degrees at magnitude 10 (9.7 here: 10 puts every tenth row half way)."""
     image = photo(130, seed=2).numpy()
     last = 129
     radians = np.deg2rad(29.1 * sign)
-    cos, sin = np.cos(radians), np.sin(radians)
+    cos = np.cos(radians)
+    sin = np.sin(radians)
     x, y = np.meshgrid(np.arange(130.0), np.arange(130.0))
-    u, v = x - last / 2, y - last / 2
+    u = x - last / 2
+    v = y - last / 2
     places = {
         "shear_x": (x + 0.291 * sign * y, y),
         "shear_y": (x, y + 0.291 * sign * x),
@@ -265,7 +261,8 @@ def test_augreg_geometry_is_nearest_neighbour(sign: int) -> None:
         "rotate": (cos * u - sin * v + last / 2, sin * u + cos * v + last / 2),
     }
     for name, (column, row) in places.items():
-        column, row = np.floor(column + 0.5), np.floor(row + 0.5)
+        column = np.floor(column + 0.5)
+        row = np.floor(row + 0.5)
         inside = (column >= 0) & (column <= last) & (row >= 0) & (row <= last)
         expected = np.full_like(image, 128)
         expected[:, inside] = image[
@@ -274,6 +271,7 @@ def test_augreg_geometry_is_nearest_neighbour(sign: int) -> None:
         own = AUGREG[name](
             torch.from_numpy(image), 9.7, Scripted(0.2 if sign == 1 else 0.7)
         )
+
         # Pillow counts in 1/65536 pixels, so that places half way between two may go either way.
         assert (own.numpy() != expected).any(axis=0).mean() < 0.01, name
     for name in ("translate_x", "translate_y"):  # by 200 pixels: nothing is left
@@ -282,9 +280,10 @@ def test_augreg_geometry_is_nearest_neighbour(sign: int) -> None:
         ).all()
 
 
-def test_augreg_cutout_is_a_gray_square() -> None:
+def test_augreg_cutout_is_a_gray_square():
     image = torch.zeros(3, 224, 224, dtype=torch.uint8)
     inner = AUGREG["cutout"](image, 10.0, Scripted(0.5, 0.5))
     assert (inner == 128).sum() == 3 * 80 * 80
     corner = AUGREG["cutout"](image, 10.0, Scripted(0.0, 0.0))
-    assert (corner == 128).sum() == 3 * 40 * 40 and (corner[:, :40, :40] == 128).all()
+    assert (corner == 128).sum() == 3 * 40 * 40
+    assert (corner[:, :40, :40] == 128).all()

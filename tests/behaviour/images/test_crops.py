@@ -1,7 +1,5 @@
 """Crop boxes and resampling against plain reference versions."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.support.corpora.image_samples import encoded, photograph
+from tests.support.tables import every, rows
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images.crops import (
     CropBox,
@@ -35,7 +34,7 @@ NOISE = Image.fromarray(
 )
 
 
-@pytest.mark.parametrize("draw_box", [random_crop_box, tf_crop_box])
+@every(draw_box=[random_crop_box, tf_crop_box])
 @given(
     width=st.integers(1, 300),
     height=st.integers(1, 300),
@@ -43,19 +42,20 @@ NOISE = Image.fromarray(
     key=st.integers(0, 2**63),
 )
 def test_random_crops_lie_inside_the_image(
-    draw_box: Callable[..., CropBox], width: int, height: int, low: float, key: int
-) -> None:
+    draw_box: Callable[..., CropBox], width, height, low, key
+):
     box = draw_box(
         width, height, area=(low, 1.0), aspect=(3 / 4, 4 / 3), random=CounterRandom(key)
     )
-    assert box.width > 0 and box.height > 0
+    assert box.width > 0
+    assert box.height > 0
     assert 0 <= box.left <= box.left + box.width <= width
     assert 0 <= box.top <= box.top + box.height <= height
     if draw_box is tf_crop_box:
         assert box.width * box.height >= low * width * height
 
 
-def test_without_a_fitting_draw_the_crop_is_centred() -> None:
+def test_without_a_fitting_draw_the_crop_is_centred():
     for sizes, expected in (
         ((1000, 10), CropBox(493, 0, 13, 10)),
         ((10, 1000), CropBox(0, 493, 10, 13)),
@@ -70,7 +70,7 @@ SIZES = (
 )
 
 
-def test_tf_crops_are_distributed_as_tensorflows() -> None:
+def test_tf_crops_are_distributed_as_tensorflows():
     """Statistics of 12,000 boxes by a copy of TensorFlow's kernel in single precision."""
     boxes = []
     for key in range(12_000):
@@ -79,7 +79,8 @@ def test_tf_crops_are_distributed_as_tensorflows() -> None:
         box = tf_crop_box(
             width, height, area=(0.05, 1.0), aspect=(0.75, 1.33), random=random
         )
-        area, aspect = box.width * box.height / width / height, box.width / box.height
+        area = box.width * box.height / width / height
+        aspect = box.width / box.height
         boxes.append((area, aspect, box.left / width, box.top / height))
     found = np.array(boxes)
     assert found.mean(axis=0) == pytest.approx([0.332, 1.039, 0.245, 0.2], abs=0.01)
@@ -91,16 +92,18 @@ def test_tf_crops_are_distributed_as_tensorflows() -> None:
 
 
 @pytest.mark.parametrize("resized, size", [((7, 7), 7), ((9, 12), 7), ((40, 54), 40)])
-def test_area_resize_averages_areas(resized: tuple[int, int], size: int) -> None:
+def test_area_resize_averages_areas(resized, size):
     """Each pixel as many times as there are rows and columns of the result: areas become whole."""
     pixels = np.random.default_rng(0).integers(0, 256, (23, 31, 3), dtype=np.uint8)
     own = area_resized(torch.from_numpy(pixels), resized=resized, size=size)
     rows, columns = resized
     fine = pixels.repeat(rows, axis=0).repeat(columns, axis=1)
     means = fine.reshape(rows, 23, columns, 31, 3).mean(axis=(1, 3)).transpose(2, 0, 1)
-    top, left = (rows - size) // 2, (columns - size) // 2
+    top = (rows - size) // 2
+    left = (columns - size) // 2
     expected = means[:, top : top + size, left : left + size]
-    assert own.dtype == torch.uint8 and own.shape == expected.shape
+    assert own.dtype == torch.uint8
+    assert own.shape == expected.shape
     assert np.abs(own.numpy() - expected).max() <= 0.5 + 1e-3
 
 
@@ -110,7 +113,8 @@ def plain_crop(pixels_HW3: torch.Tensor, *, size: int, key: int) -> torch.Tensor
         width, height, size=size, random=CounterRandom(key)
     )
     assert box.width == box.height == min(width, height)
-    assert 0 <= box.left <= width - box.width and 0 <= box.top <= height - box.height
+    assert 0 <= box.left <= width - box.width
+    assert 0 <= box.top <= height - box.height
     request = CropRequest(
         box=box, size=size, interpolation="bicubic", antialias=True, flip=False
     )
@@ -118,8 +122,13 @@ def plain_crop(pixels_HW3: torch.Tensor, *, size: int, key: int) -> torch.Tensor
     return reflected(crop, right=right, down=down)
 
 
-@pytest.mark.parametrize("width, height", [(24, 16), (16, 21), (16, 16)])
-def test_plain_crop_is_a_crop_of_the_reflected_image(width: int, height: int) -> None:
+@rows("""
+- [width, height]
+- [24, 16]
+- [16, 21]
+- [16, 16]
+""")
+def test_plain_crop_is_a_crop_of_the_reflected_image(width, height):
     """DeiT-III's: RandomCrop(size, padding=4, padding_mode="reflect"), every offset as likely."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(
@@ -144,7 +153,7 @@ def test_plain_crop_is_a_crop_of_the_reflected_image(width: int, height: int) ->
         assert np.abs(counts - expected).max() < 5 * np.sqrt(expected)
 
 
-def test_squash_crop_has_its_share_at_every_place() -> None:
+def test_squash_crop_has_its_share_at_every_place():
     boxes = [
         squash_crop_box(32, 20, share=0.8, random=CounterRandom(key))
         for key in range(2000)
@@ -158,14 +167,14 @@ def test_squash_crop_has_its_share_at_every_place() -> None:
     )
 
 
-def test_the_centre_of_a_very_long_image_is_cut_first() -> None:
+def test_the_centre_of_a_very_long_image_is_cut_first():
     """Resized whole, 20,000 x 2 pixels would become 2,240,000 x 224."""
     expected = CropBox(9984, 0, 32, 2), (224, 16 * 224), (0, 1680)
     assert center_crop(20_000, 2, size=224, fraction=1.0) == expected
     assert center_crop(2, 20_000, size=224, fraction=1.0)[1] == (16 * 224, 224)
 
 
-def test_what_cannot_be_read_raises_oserror_or_valueerror() -> None:
+def test_what_cannot_be_read_raises_oserror_or_valueerror():
     """For a broken chunk Pillow raises SyntaxError, which is neither; BMP is no format here."""
     data = encoded(NOISE, "PNG")
     kinds = set()

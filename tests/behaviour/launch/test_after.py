@@ -1,7 +1,5 @@
 """The record of attempts, why each ended, and whether its job starts again."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -10,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import yaml
 
 from launch.jobs import after
@@ -30,7 +27,7 @@ from launch.jobs.attempts import (
     read_attempts,
 )
 from launch.jobs.states import format_size
-from tests.support.tables import rows
+from tests.support.tables import every, rows
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.events import (
     EVENTS_NAME,
@@ -127,13 +124,8 @@ REPORTS = {"storage": STORAGE, "other": ERROR, "lost": LOST, "gone": GONE}
 - [[], [], other, null, srun was ended by SIGKILL]
 """)
 def test_the_cause_is_what_the_best_report_says(
-    tmp_path: Path,
-    errors: list[str],
-    reports: list[str],
-    kind: str,
-    node: str | None,
-    reason: str,
-) -> None:
+    tmp_path, errors, reports, kind, node, reason
+):
     record_failure(tmp_path, replace(ERROR, attempt="17/0"))  # of another attempt
     lines = ["srun: got SIGCONT", *(f"srun: error: {error}" for error in errors)]
     found = outcome(
@@ -142,7 +134,9 @@ def test_the_cause_is_what_the_best_report_says(
         code=1 if errors else 137,
         reports=[REPORTS[name] for name in reports],
     )
-    assert (found.kind, found.reason, found.failed_node) == (kind, reason, node)
+    assert found.kind == kind
+    assert found.reason == reason
+    assert found.failed_node == node
     assert found.ending is Ending.FAILED
 
 
@@ -163,49 +157,53 @@ def test_the_cause_is_what_the_best_report_says(
   - "sh: 1: exec: /env/python: No such file or directory"
 - [17_1_log.out, 2, "error: /env/python: No such file or directory", null]
 """)
-def test_a_node_without_python_is_blamed(
-    tmp_path: Path, log: str, code: int, last: str, why: str | None
-) -> None:
+def test_a_node_without_python_is_blamed(tmp_path, log, code, last, why):
     line = f"srun: error: n2: task 1: Exited with exit code {code}"
     (tmp_path / log).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / log).write_text(f"of an earlier attempt\n{last}\n{line}\n")
     found = outcome(tmp_path / "run", line)
     if why is None:
-        assert (found.kind, found.failed_node) == ("bad input", None)
+        assert found.kind == "bad input"
+        assert found.failed_node is None
         return
-    assert (found.kind, found.failed_rank, found.failed_node) == ("other", 1, "n2")
+    assert found.kind == "other"
+    assert found.failed_rank == 1
+    assert found.failed_node == "n2"
     assert found.reason == f"rank 1 on n2 could not start: {why}"
 
 
-def test_a_task_that_was_not_launched_is_blamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_was_not_launched_is_blamed(tmp_path, monkeypatch):
     monkeypatch.setattr(after, "ask_slurm", lambda *_: "n1\nn2\nn3\n")
     for name, value in {"SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"}.items():
         monkeypatch.setenv(name, value)
     why = "launch failed: Slurmd could not connect IO"
+
     # The end of the others follows from it.
     found = outcome(tmp_path, f"srun: error: task 3 {why}\n{EXITED}")
-    assert (found.reason, found.failed_node) == (f"rank 3 on n2: {why}", "n2")
+    assert found.reason == f"rank 3 on n2: {why}"
+    assert found.failed_node == "n2"
+
+    # Tasks are dealt to nodes one by one here, not in blocks.
     monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic:block")
     (tmp_path / "cyclic").mkdir()
     found = outcome(tmp_path / "cyclic", f"srun: error: task 2 {why}")
     assert found.failed_node == "n1"
 
 
-def test_a_kill_that_no_rank_saw_is_recorded(tmp_path: Path) -> None:
+def test_a_kill_that_no_rank_saw_is_recorded(tmp_path):
     outcome(tmp_path, KILLED, reports=[LOST])
     recorded = read_failures(tmp_path, attempt=ATTEMPT)[-1]
-    assert (recorded.kind, recorded.rank) == (FailureKind.KILLED, 1)
+    assert recorded.kind == FailureKind.KILLED
+    assert recorded.rank == 1
     assert recorded.reported_by is None
     outcome(tmp_path, KILLED)
     assert len(read_failures(tmp_path)) == 2
 
 
-def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
+def test_slurm_and_stops_are_told_apart(tmp_path):
     stopped = ["srun: error: n1: task 0: Exited with exit code 75"]
 
-    def of(**fields: str) -> Outcome:
+    def of(**fields):
         return classify(
             75, stopped, tmp_path, attempt="", fields=fields, signal_delay_s=30
         )
@@ -213,9 +211,11 @@ def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
     for state in ("COMPLETING", "CANCELLED"):
         fields = {"JobState": state, "Reason": "None"}
         assert of(**fields).ending is Ending.ENDED_BY_SLURM
+
         # srun may end with 0 then.
         zero = classify(0, [], tmp_path, attempt="", fields=fields, signal_delay_s=30)
         assert zero.ending is Ending.ENDED_BY_SLURM
+
     near = str(int(time.time()) + 60)
     limit = of(JobState="COMPLETING", Reason="TimeLimit", EndTime=near)
     assert limit.reason == "stopped by a signal: the time limit is near"
@@ -223,16 +223,17 @@ def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
     assert preempted.reason == "stopped by a signal: preempted"
     far = of(JobState="RUNNING", EndTime=str(int(near) + 600))
     assert far.reason == "stopped by a signal"
+
     # SLURM does not answer.
     assert of().reason == "stopped by a signal"
+
+    # A rank that dies of the signal itself was asked to stop, too.
     signalled = outcome(tmp_path, "srun: error: n2: task 1: User defined signal 2")
     assert signalled.ending is Ending.STOPPED
     assert signalled.reason == "stopped by a signal"
 
 
-def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(
-    tmp_path: Path,
-) -> None:
+def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(tmp_path):
     record_start(tmp_path, first_step=0, total_steps=10)
     for step, ending in ((9, Ending.FAILED), (10, Ending.DONE)):
         folder = tmp_path / f"checkpoints/step-{step:08d}"
@@ -246,7 +247,8 @@ def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(
 
 def attempts(*endings: tuple[Ending, int], job_id: str = "17") -> list[Attempt]:
     """One attempt for each (ending, steps gained)."""
-    found, step = [], 0
+    found = []
+    step = 0
     for restart, (ending, gained) in enumerate(endings):
         step += gained
         found.append(
@@ -263,7 +265,9 @@ def refusal(found: Sequence[Attempt], *, requeues: int = 9) -> str | None:
     return restart_refusal(found, max_requeues=requeues)
 
 
-FAIL_0, STOP_0, FAIL_5 = (Ending.FAILED, 0), (Ending.STOPPED, 0), (Ending.FAILED, 5)
+FAIL_0 = (Ending.FAILED, 0)
+STOP_0 = (Ending.STOPPED, 0)
+FAIL_5 = (Ending.FAILED, 5)
 
 
 # How attempts ended, with the steps that each gained, and whether another one follows.
@@ -281,25 +285,29 @@ ROWS = yaml.safe_load("""
 """)
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_restarts_have_limits(row: list[str]) -> None:
+@every(row=ROWS)
+def test_restarts_have_limits(row):
     *endings, follows = row
     pairs = [each.split() for each in endings]
     found = attempts(*((Ending(ending), int(gained)) for ending, gained in pairs))
     assert (refusal(found) is None) == (follows == "again")
 
 
-def test_another_job_and_storage_do_not_count() -> None:
-    before, now = attempts(*[FAIL_0] * 4), attempts(FAIL_0, FAIL_0, job_id="18")
-    assert refusal(before) is not None and refusal([*before, *now]) is None
+def test_another_job_and_storage_do_not_count():
+    before = attempts(*[FAIL_0] * 4)
+    now = attempts(FAIL_0, FAIL_0, job_id="18")
+    assert refusal(before) is not None
+    assert refusal([*before, *now]) is None
+
     outage = [replace(each, kind=FailureKind.STORAGE) for each in before]
     assert refusal(outage) is None
 
 
-def test_two_failures_in_a_row_blame_a_node() -> None:
+def test_two_failures_in_a_row_blame_a_node():
     first, second = attempts(FAIL_0, FAIL_5)
     assert blamed_node([first]) is None
     assert blamed_node([first, second]) == "n2"  # progress does not acquit it
+
     # A node that lacks what others have is not tried again.
     assert blamed_node([replace(first, kind=FailureKind.NODE)]) == "n2"
     lacking = replace(second, kind=FailureKind.NODE, failed_node="n1")
@@ -311,12 +319,11 @@ def test_two_failures_in_a_row_blame_a_node() -> None:
     assert blamed_node(attempts(FAIL_0, STOP_0, FAIL_0)) is None
 
 
-def test_storage_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, pauses = tmp_path / "run", list[float]()
+def test_storage_is_waited_for(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    pauses = []
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         pauses.append(seconds)
         if len(pauses) == 3:
             folder.mkdir()
@@ -324,7 +331,8 @@ def test_storage_is_waited_for(
     monkeypatch.setattr(after.time, "sleep", sleep)
     monkeypatch.setattr(after.time, "time", lambda: sum(pauses))
     wait_for_storage(folder, until=time.time() + 60)
-    assert len(pauses) == 3 and not list(folder.iterdir())
+    assert len(pauses) == 3
+    assert not list(folder.iterdir())
     assert capsys.readouterr().err.count("waiting before the next start") == 1
     wait_for_storage(tmp_path / "gone", until=time.time() - 1)
     assert len(pauses) == 3
@@ -332,7 +340,7 @@ def test_storage_is_waited_for(
     assert sum(pauses[3:]) == 1800
 
 
-def test_storage_needs_room_for_a_checkpoint(tmp_path: Path) -> None:
+def test_storage_needs_room_for_a_checkpoint(tmp_path):
     step = tmp_path / "checkpoints/step-00000001"
     for each in (step, step.with_name("step-00000002")):  # the largest counts
         each.mkdir(parents=True)
@@ -368,10 +376,11 @@ def log(folder: Path, step: int) -> None:
         )
 
 
-def test_an_attempt_records_how_it_ended(tmp_path: Path) -> None:
+def test_an_attempt_records_how_it_ended(tmp_path):
     assert read_attempts(tmp_path) == []
     running = begin(tmp_path)
-    assert read_attempts(tmp_path) == [running] and running.ended is None
+    assert read_attempts(tmp_path) == [running]
+    assert running.ended is None
     checkpoint = tmp_path / "checkpoints/step-00000030"
     checkpoint.mkdir(parents=True)
     for step in (31, 37):
@@ -380,15 +389,16 @@ def test_an_attempt_records_how_it_ended(tmp_path: Path) -> None:
     before = events.read_bytes()
     ended = end_attempt(running, tmp_path, FAILED)
     assert read_attempts(tmp_path) == [ended]
-    assert (ended.checkpoint_step, ended.last_step) == (30, 37)
-    assert (ended.ending, ended.failed_node) == (Ending.FAILED, "n2")
-    assert ended.ended is not None and ended.ended >= ended.started
+    assert ended.checkpoint_step == 30
+    assert ended.last_step == 37
+    assert ended.ending == Ending.FAILED
+    assert ended.failed_node == "n2"
+    assert ended.ended is not None
+    assert ended.ended >= ended.started
     assert events.read_bytes().startswith(before)
 
 
-def test_an_end_counts_where_the_clock_was_set_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_counts_where_the_clock_was_set_back(tmp_path, monkeypatch):
     running = begin(tmp_path)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 300)
@@ -399,21 +409,23 @@ def test_an_end_counts_where_the_clock_was_set_back(
     assert endings == [Ending.FAILED, None]
 
 
-def test_the_next_attempt_closes_one_without_an_end(tmp_path: Path) -> None:
+def test_the_next_attempt_closes_one_without_an_end(tmp_path):
     begin(tmp_path)
     log(tmp_path, 5)
     begin(tmp_path, restart=1)
     first, second = read_attempts(tmp_path)
-    assert (first.ending, first.last_step) == (Ending.LOST, 5)
+    assert first.ending == Ending.LOST
+    assert first.last_step == 5
     assert first.ended is not None
-    assert (second.number, second.restart, second.ended) == (2, 1, None)
+    assert second.number == 2
+    assert second.restart == 1
+    assert second.ended is None
 
 
-@pytest.mark.parametrize(
-    "rest",
-    [b'{"event": "attempt", "number": 7', b'{"event": "attempt", "number": 3}\n'],
+@every(
+    rest=[b'{"event": "attempt", "number": 7', b'{"event": "attempt", "number": 3}\n']
 )
-def test_a_damaged_line_hides_no_other(tmp_path: Path, rest: bytes) -> None:
+def test_a_damaged_line_hides_no_other(tmp_path, rest):
     first = begin(tmp_path)
     (events,) = (tmp_path / EVENTS_NAME).iterdir()
     with events.open("ab") as file:

@@ -1,11 +1,8 @@
 """Chains: their runs, sweeps on the command line, what is done, and what is submitted."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
@@ -14,7 +11,6 @@ import yaml
 from blake3 import blake3
 
 from finetune.run import FinetuneRun
-from finetune.settings import EvaluateRun
 from launch.chains.executors import chain_states, check_unchanged, describe_chain
 from launch.chains.load import Chain, ChainStep, _sweeps, launch_command, load_chain
 from launch.chains.settings import ChainRun
@@ -22,7 +18,7 @@ from launch.jobs.preparation import prepare_job
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.light_checkpoints import light_save
-from tests.support.tables import refused, rows
+from tests.support.tables import Values, refused, rows
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.distributed.events import record_start
 from vitscale.models.settings import TimmSettings
@@ -98,7 +94,7 @@ def write_training(step: ChainStep, *, at: int, total: int = 20) -> None:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_chain(tmp_path)
     return tmp_path
@@ -107,14 +103,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # ---- runs -------------------------------------------------------------------------------------
 
 
-def test_a_stage_has_a_run_for_each_combination_and_each_input(folder: Path) -> None:
+def test_a_stage_has_a_run_for_each_combination_and_each_input(folder):
     chain = chain_of(write_chain(folder))
-    before: set[str] = set()
+    before = set()
     for step in chain.steps:
         assert set(step.needs) <= before
         before.add(step.name)
     assert len(before) == 10
-    tuned, evaluations = steps_of(chain, "finetune"), steps_of(chain, "evaluate")
+    tuned = steps_of(chain, "finetune")
+    evaluations = steps_of(chain, "evaluate")
     names = [f"lr-{lr}_seed-{seed}" for lr in (0.01, 0.001) for seed in (3, 4)]
     assert [str(step.folder) for step in tuned] == [
         f"runs/small/finetune/{n}" for n in names
@@ -126,15 +123,17 @@ def test_a_stage_has_a_run_for_each_combination_and_each_input(folder: Path) -> 
         ("shards", step.name) for step in tuned
     ]
     last = tuned[-1].run
-    assert isinstance(last, FinetuneRun) and (last.optim.lr, last.seed) == (0.001, 4)
-    assert (last.init, last.data.path) == ("runs/small/pretrain", "shards")
+    assert last.optim.lr == 0.001
+    assert last.seed == 4
+    assert last.init == "runs/small/pretrain"
+    assert last.data.path == "shards"
     assert last.tracking.tags == {
         "chain": "small", "chain.stage": "finetune",
         "chain.finetune.optim.lr": "0.001", "chain.finetune.seed": "4",
     }  # fmt: skip
 
 
-def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder: Path) -> None:
+def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder):
     text = CHAIN.replace(
         "inputs: {data.path: shards}}",
         "inputs: {data.path: shards}, sweep: {data.first_percent: [1, 10], seed: [7]}}",
@@ -144,28 +143,27 @@ def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder: Path) -
         f"finetune/first-percent-{share}_seed-7" for share in (1, 10)
     ]
     for step, share in zip(steps, ("1", "10"), strict=True):
-        assert isinstance(step.run, FinetuneRun) and step.run.seed == 7
+        assert isinstance(step.run, FinetuneRun)
+        assert step.run.seed == 7
         assert step.run.data.first_percent == 100
         assert step.run.tracking.tags["chain.pretrain.data.first_percent"] == share
 
 
-def test_variants_change_several_settings_and_meet_those_of_the_same_name(
-    folder: Path,
-) -> None:
+def test_variants_change_several_settings_and_meet_those_of_the_same_name(folder):
     variants = "variants: {plain: [], wide: [model.width=32, model.mlp_width=64]}"
     text = CHAIN.replace(SWEEP, f"    {variants}\n    sweep: {{seed: [3, 4]}}\n")
     widths = {"plain": 16, "wide": 32}
     both = text.replace("{data.path: shards}}", f"{{data.path: shards}}, {variants}}}")
     for content in (text, both):
         steps = steps_of(chain_of(write_chain(folder, content)), "finetune")
-        assert {step.name: step.run.model.width for step in steps} == {  # type: ignore[union-attr]
+        assert {step.name: step.run.model.width for step in steps} == {
             f"finetune/{name}_seed-{seed}": widths[name]
             for name in widths
             for seed in (3, 4)
         }
 
 
-def test_overrides_of_the_chain_reach_runs_that_have_the_key() -> None:
+def test_overrides_of_the_chain_reach_runs_that_have_the_key():
     chain = chain_of(
         Path("chain.yaml"), "overrides=[launch.partition=fast,tracking.uri=null]"
     )
@@ -190,9 +188,7 @@ def test_overrides_of_the_chain_reach_runs_that_have_the_key() -> None:
 - ["{optim.lr: [0.01, 0.001]", "{init: [a]", "init is given twice"]
 - ["[launch.num_tasks=2]", "[], sweep: {seed: [1]}", "data_prep has no sweep"]
 """)
-def test_wrong_chains_are_refused(
-    folder: Path, old: str, new: str, message: str
-) -> None:
+def test_wrong_chains_are_refused(folder, old, new, message):
     assert CHAIN.count(old) == 1
     path = write_chain(folder, CHAIN.replace(old, new))
     with refused(message):
@@ -203,9 +199,7 @@ def test_wrong_chains_are_refused(
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "configs/chains").glob("*.yaml")), ids=lambda path: path.stem
 )
-def test_chains_of_the_repository_load(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chains_of_the_repository_load(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     steps = chain_of(path, cluster="slurm").steps
     assert len(steps) > 4
@@ -218,19 +212,18 @@ def test_chains_of_the_repository_load(
 # ---- sweeps on the command line ---------------------------------------------------------------
 
 
-def sweep_of(stage: str, *words: str) -> dict[str, Any]:
+def sweep_of(stage: str, *words: str) -> Values:
     """Name -> run."""
     argv = ["--config", f"{stage}.yaml", *words]
     command = launch_command(
         argv, program="vitscale launch --local", switches={}, description=""
     )
-    assert isinstance(command.run, ChainRun)
     return {
         step.name: step.run for step in load_chain(command.run, cluster="local").steps
     }
 
 
-def test_a_list_that_is_no_value_of_its_key_is_a_sweep() -> None:
+def test_a_list_that_is_no_value_of_its_key_is_a_sweep():
     sweeps = yaml.safe_load("""
     optim.lr=[1e-3,0.01]: [0.001, 0.01]
     optim.name=[adamw, sgd]: [adamw, sgd]
@@ -252,7 +245,7 @@ def test_a_list_that_is_no_value_of_its_key_is_a_sweep() -> None:
         assert found == ({} if expected is None else {key: expected}), text
 
 
-def test_runs_of_a_sweep_are_named_by_what_differs() -> None:
+def test_runs_of_a_sweep_are_named_by_what_differs():
     runs = sweep_of(
         "pretrain", "optim.lr=[1e-3,0.01]", "seed=[2,3]", "model.width=32", "name=x"
     )
@@ -260,7 +253,9 @@ def test_runs_of_a_sweep_are_named_by_what_differs() -> None:
         f"pretrain/lr-{lr}_seed-{seed}" for lr in (0.001, 0.01) for seed in (2, 3)
     ]
     run = runs["pretrain/lr-0.01_seed-3"]
-    assert (run.optim.lr, run.seed, run.model.width) == (0.01, 3, 32)
+    assert run.optim.lr == 0.01
+    assert run.seed == 3
+    assert run.model.width == 32
     assert run.folder == "runs/x/pretrain/lr-0.01_seed-3"
     runs = sweep_of("finetune", "init=[runs/a,runs/b]")
     assert [run.init for run in runs.values()] == ["runs/a", "runs/b"]
@@ -289,7 +284,6 @@ def train(chain: Chain, *stages: str) -> None:
 
 
 def write_evaluation(step: ChainStep) -> Path:
-    assert isinstance(step.run, EvaluateRun)
     prepare_job(step.run, cluster="local")
     results = step.folder / "results.json"
     results.write_text("{}")
@@ -301,11 +295,10 @@ def texts(chain: Chain, stage: str) -> set[str]:
     return {states[step.name].text for step in steps_of(chain, stage)}
 
 
-def test_a_run_is_done_when_its_folder_says_so(chain: Chain) -> None:
+def test_a_run_is_done_when_its_folder_says_so(chain: Chain):
     (pretrain,) = steps_of(chain, "pretrain")
-    assert texts(chain, "shards") == {"done"} and texts(chain, "pretrain") == {
-        "missing"
-    }
+    assert texts(chain, "shards") == {"done"}
+    assert texts(chain, "pretrain") == {"missing"}
     write_training(pretrain, at=7)
     assert texts(chain, "pretrain") == {"resumable (step 7)"}
     train(chain, "pretrain", "finetune")
@@ -323,9 +316,7 @@ def test_a_run_is_done_when_its_folder_says_so(chain: Chain) -> None:
     assert texts(chain, "pretrain") == {"resumable (step 7)"}
 
 
-def test_a_run_with_other_settings_is_repeated_or_refused(
-    chain: Chain, folder: Path
-) -> None:
+def test_a_run_with_other_settings_is_repeated_or_refused(chain: Chain, folder):
     train(chain, "pretrain", "finetune")
     for step in steps_of(chain, "evaluate"):
         write_evaluation(step)
@@ -343,12 +334,9 @@ def test_a_run_with_other_settings_is_repeated_or_refused(
         check_unchanged(chain_states(chain_of(folder / "chain.yaml")))
 
 
-def test_shards_with_other_settings_or_no_input_are_refused(
-    chain: Chain, folder: Path
-) -> None:
-    train(
-        chain, "finetune"
-    )  # a pre-training that is repeated may end with other weights
+def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder):
+    # A pre-training that is repeated may end with other weights.
+    train(chain, "finetune")
     with refused("starts from is missing or incomplete: shards, pretrain"):
         check_unchanged(chain_states(chain))
     manifest = folder / "shards/manifest.json"
@@ -360,9 +348,8 @@ def test_shards_with_other_settings_or_no_input_are_refused(
     manifest.write_text(json.dumps(content | {"config": config}))
     assert texts(chain, "shards") == {"done"}
     for place, state in (("images", "done"), ("elsewhere", "changed"), ("", "done")):
-        made_from = (
-            str(folder / place) if place else ""
-        )  # an earlier version did not note it
+        # An earlier version did not note it.
+        made_from = str(folder / place) if place else ""
         manifest.write_text(
             json.dumps(content | {"config": config, "source_path": made_from})
         )
@@ -374,9 +361,7 @@ def test_shards_with_other_settings_or_no_input_are_refused(
         check_unchanged(chain_states(chain))
 
 
-def test_a_file_that_a_setting_names_counts_as_the_setting(
-    folder: Path, chain: Chain
-) -> None:
+def test_a_file_that_a_setting_names_counts_as_the_setting(folder, chain: Chain):
     """For every such setting: test_preparations."""
     (folder / "data.yaml").write_text(f"{DATA}labels: {{map: list.csv}}\n")
     (folder / "list.csv").write_bytes(b"a,b\n")
@@ -395,14 +380,15 @@ def test_a_file_that_a_setting_names_counts_as_the_setting(
     assert texts(chain, "shards") == {"done"}
 
 
-def test_a_dry_run_writes_nothing(chain: Chain, folder: Path) -> None:
+def test_a_dry_run_writes_nothing(chain: Chain, folder):
     text = describe_chain(chain_of(folder / "chain.yaml", cluster="slurm"))
     assert "finetune/lr-0.001_seed-4  finetune   shards, pretrain  missing" in text
     assert (
         text.count("#!/bin/bash") == 3
         and "# Batch script of evaluate/lr-0.01_seed-3" in text
     )
-    assert " samples in " in text and "images does not exist" not in text
+    assert " samples in " in text
+    assert "images does not exist" not in text
     (folder / "shards/manifest.json").unlink()
     text = describe_chain(chain_of(folder / "chain.yaml", cluster="slurm"))
     assert "images         warning  images does not exist here" in text

@@ -1,11 +1,8 @@
 """The plan that a dry run shows; what is found in broken shards and in runs that do not fit."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +12,6 @@ from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
 from launch.planning.dry_run import (
     Check,
-    KnownFacts,
     batch_script,
     check_data,
     data_facts,
@@ -27,49 +23,48 @@ from launch.planning.dry_run import (
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import write_shard_folder
-from tests.support.tables import rows
+from tests.support.tables import Values, refused, rows
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.data.index import read_split, sample_keys
 
-SECTIONS: dict[str, Any] = yaml.safe_load("""
+SECTIONS = yaml.safe_load("""
 name: x
 model: {preset: Ti/16}
 optim: {lr: 0.001}
 schedule: {steps: 100, warmup_steps: 10}
 launch: {cpus_per_task: 3}
 """)
-DATA: dict[str, Any] = {"path": "shards", "global_batch": 4, "val_split": None}
+DATA = {"path": "shards", "global_batch": 4, "val_split": None}
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return write_shard_folder(tmp_path / "shards", num_per_class=8, num_shards=4)
 
 
-def checked(*, data: dict[str, Any] | None = None, **changes: Any) -> dict[str, Check]:
+def checked(*, data: Values | None = None, **changes) -> dict[str, Check]:
     values = SECTIONS | changes | {"data": DATA | (data or {})}
     return {
         check.name: check for check in run_checks(PretrainRun.model_validate(values))
     }
 
 
-def plan(**changes: object) -> dict[str, str]:
+def plan(**changes) -> dict[str, str]:
     data = {"path": "elsewhere", "global_batch": 64, "planned_num_samples": 1000}
     model = {"preset": "Ti/16", "num_classes": 10}
     values = SECTIONS | {"data": data, "model": model} | changes
     return dict(plan_rows(PretrainRun.model_validate(values)))
 
 
-def test_evaluations_are_named_and_unknown_values_name_the_missing_setting() -> None:
+def test_evaluations_are_named_and_unknown_values_name_the_missing_setting():
     evaluate = [{"name": "knn", "every_steps": 2000}, {"name": "classification"}]
     rows = plan(evaluate=evaluate)
     assert rows["objective"] == "supervised"
     whole, *parts = map(float, re.findall(r"([\d.]+) GiB", rows["memory per process"]))
-    assert len(parts) > 2 and whole == pytest.approx(
-        sum(parts), abs=0.005 * (len(parts) + 1)
-    )
+    assert len(parts) > 2
+    assert whole == pytest.approx(sum(parts), abs=0.005 * (len(parts) + 1))
     assert rows["evaluation"] == (
         "knn every 2,000 steps, classification; all after the last step, on 'test'"
     )
@@ -81,7 +76,7 @@ def test_evaluations_are_named_and_unknown_values_name_the_missing_setting() -> 
     assert "model.num_classes" in rows["model"]
 
 
-def test_shards_without_labels_are_named_and_checked(tmp_path: Path) -> None:
+def test_shards_without_labels_are_named_and_checked(tmp_path):
     shards = write_shard_folder(
         tmp_path / "s", num_per_class=8, num_shards=1, classes=()
     )
@@ -95,8 +90,9 @@ def test_shards_without_labels_are_named_and_checked(tmp_path: Path) -> None:
         (masked | {"evaluate": [{"name": "knn"}]}, "knn needs labels"),
     ):
         run = PretrainRun.model_validate(changed)
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             check_data(run, data_facts(run))
+
     # What is evaluated on no split needs no labels.
     blind = {
         "evaluate": [{"name": "knn"}],
@@ -106,7 +102,7 @@ def test_shards_without_labels_are_named_and_checked(tmp_path: Path) -> None:
     check_data(run, data_facts(run))
 
 
-def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None:
+def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path):
     """With what `first_percent` and a cut leave of the first; 1 % as in the ViT paper's code."""
     planned = {
         "path": "elsewhere",
@@ -124,7 +120,7 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
     shards = write_shard_folder(tmp_path / "s", num_per_class=8, num_shards=1)
     names = sample_keys(read_split(shards, split="train"), range(3))
     (tmp_path / "keys.txt").write_text("\n".join([*names, "unknown"]))
-    data: dict[str, Any] = {"path": str(shards), "global_batch": 2}
+    data = {"path": str(shards), "global_batch": 2}
     rows = plan(data=data | {"only_keys": f"{tmp_path}/keys.txt"})
     assert rows["data"].startswith("3 training images, from ")
     assert (
@@ -140,9 +136,7 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
     mixture[0]["path"] = f"{tmp_path}/elsewhere"
     assert plan(data=data)["data"].startswith("unknown number of training images")
     run = PretrainRun.model_validate(SECTIONS | {"data": data})
-    with pytest.raises(
-        UserError, match=r"data.mixture\[0\].path: no shards in .*elsewhere"
-    ):
+    with refused(r"data.mixture\[0\].path: no shards in .*elsewhere"):
         check_data(run, data_facts(run))
 
 
@@ -157,10 +151,10 @@ TARS = """
 
 @rows(TARS)
 def test_tars_without_an_index_are_enough_for_the_loader_processes(
-    tasks: int, nodes: Any, workers: int, refused: str | None
-) -> None:
+    tasks, nodes, workers, refused
+):
     """On the largest number of nodes that a job may get."""
-    data: dict[str, Any] = {
+    data = {
         "reader": "webdataset",
         "num_workers": workers,
         "global_batch": 8,
@@ -183,9 +177,7 @@ SHARES = """
 
 
 @rows(SHARES)
-def test_a_share_that_cannot_be_divided_well_is_a_warning(
-    batch: int, tasks: int, nodes: Any, parts: list[str]
-) -> None:
+def test_a_share_that_cannot_be_divided_well_is_a_warning(batch, tasks, nodes, parts):
     launch = {"tasks_per_node": tasks, "nodes": nodes, "cpus_per_task": 3}
     engine = {"max_micro_batch": 64}
     row = checked(data={"global_batch": batch}, launch=launch, engine=engine).get(
@@ -197,7 +189,7 @@ def test_a_share_that_cannot_be_divided_well_is_a_warning(
     )
 
 
-def test_an_evaluation_can_be_submitted() -> None:
+def test_an_evaluation_can_be_submitted():
     overrides = ["launch.tasks_per_node=2", "model.num_heads=4"]
     run = load_run(
         EvaluateRun, ROOT / "configs/eval/demo.yaml", overrides=overrides
@@ -214,19 +206,20 @@ def test_an_evaluation_can_be_submitted() -> None:
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def test_a_run_that_fits_has_no_finding() -> None:
+def test_a_run_that_fits_has_no_finding():
     found = checked()
     assert {check.result for check in found.values()} == {"ok"}, found
-    assert list(found) == ["configuration", "data", "loader", "cores", "disk"]
+    assert list(found) == "configuration data loader cores disk".split()
     assert found["data"].detail == "train: 16 samples in 4 shards; as in the manifest"
     assert found["loader"].detail.startswith(
         "2.0 shards and 8 samples for each of 1 rank(s) x 2"
     )
+
     # 5.5 million parameters, each with two moments of AdamW.
     assert found["disk"].detail.startswith("a checkpoint has 66.3 MB; ")
 
 
-def test_damaged_shards_are_named(folder: Path) -> None:
+def test_damaged_shards_are_named(folder):
     sorted(folder.glob("*.tar"))[1].unlink()
     rows = run_checks(PretrainRun.model_validate(SECTIONS | {"data": DATA}))
     errors = [
@@ -253,16 +246,15 @@ UNFIT = """
 
 
 @rows(UNFIT)
-def test_what_does_not_fit_is_named(
-    folder: Path, changes: dict[str, Any], row: str, result: str, expected: str
-) -> None:
+def test_what_does_not_fit_is_named(folder, changes, row, result, expected):
     (folder.parent / "file").touch()
     check = checked(**changes)[row]
-    assert check.result == result and expected in check.detail
+    assert check.result == result
+    assert expected in check.detail
     assert check.next_step
 
 
-def test_missing_data_may_be_planned_and_weights_written_later() -> None:
+def test_missing_data_may_be_planned_and_weights_written_later():
     found = checked(data={"path": "elsewhere", "planned_num_samples": 1000})
     assert found["data"].result == "warning"
     assert "1,000 samples" in found["data"].detail
@@ -275,9 +267,7 @@ def test_missing_data_may_be_planned_and_weights_written_later() -> None:
     assert "weights" not in {check.name for check in random}
 
 
-def test_errors_refuse_a_run_and_warnings_are_printed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_errors_refuse_a_run_and_warnings_are_printed(capsys):
     missing = UserError("missing", where="a.tar")
     checks = [Check("data", "error", "missing", error=missing)]
     checks.append(Check("cores", "warning", "too few", "ask for more"))
@@ -288,9 +278,7 @@ def test_errors_refuse_a_run_and_warnings_are_printed(
     assert capsys.readouterr().err == "warning: cores: too few\n  next: ask for more\n"
 
 
-def test_shards_sorted_by_class_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_sorted_by_class_are_refused(tmp_path, monkeypatch):
     classes = [str(number) for number in range(20)]
     path = write_shard_folder(
         tmp_path / "s", num_per_class=20, num_shards=20, classes=classes
@@ -305,19 +293,19 @@ def test_shards_sorted_by_class_are_refused(
     assert "sorted by class" in checked(data={"path": str(path)})["data"].detail
 
 
-def test_a_sweep_opens_its_index_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_opens_its_index_once(monkeypatch):
     """Whatever varies, but for the settings that choose samples."""
-    opened: list[str] = []
+    opened = []
     read = read_split
 
-    def counted(path: Any, **how: Any) -> Any:
+    def counted(path, **how):
         opened.append(how["split"])
         return read(path, **how)
 
     monkeypatch.setattr("vitscale.data.training_set.read_split", counted)
-    known: KnownFacts = {}
+    known = {}
 
-    def check(data: dict[str, Any], **changes: Any) -> Check:
+    def check(data, **changes):
         run = PretrainRun.model_validate(SECTIONS | changes | {"data": DATA | data})
         return {each.name: each for each in run_checks(run, known=known)}["data"]
 
@@ -330,7 +318,9 @@ def test_a_sweep_opens_its_index_once(monkeypatch: pytest.MonkeyPatch) -> None:
         varied |= {"global_batch": 1 + i % 4, "views": 1 + i % 2}
         assert check(varied, seed=i, optim={"lr": 1e-3 + i}).result == "ok"
     assert opened == ["train"]
-    assert "4 samples" in check({"first_percent": 25}).detail and len(opened) == 2
+    assert "4 samples" in check({"first_percent": 25}).detail
+    assert len(opened) == 2
+
     # Another run's checks know nothing of the shards as they were.
     known.clear()
     Path("shards/manifest.json").unlink()

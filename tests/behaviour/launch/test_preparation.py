@@ -1,7 +1,5 @@
 """What a submission leaves in the job folder: a copy of the code, the configuration, no rests."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -18,7 +15,7 @@ import yaml
 from launch.jobs.preparation import check_job, job_folder, prepare_job, submitting
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, _say_once, sbatch_text, submit_to_slurm
-from tests.support.tables import refused
+from tests.support.tables import every, refused
 from vitscale.config.errors import UserError
 from vitscale.config.packaged import RECORD_NAME, source_version
 from vitscale.runs.data_prep import DataPrepRun
@@ -26,12 +23,12 @@ from vitscale.runs.launching import LaunchSettings
 
 
 def git(root: Path, *arguments: str) -> None:
-    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    identity = "-c user.name=n -c user.email=e@example.org".split()
     subprocess.run(["git", "-C", str(root), *identity, *arguments], check=True)
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path) -> Path:
     """A small checkout with one commit."""
     root = tmp_path / "checkout"
     files = {
@@ -52,11 +49,10 @@ def root(tmp_path: Path) -> Path:
 
 def copy_of(root: Path, folder: Path) -> Path:
     copy = kept_code(LaunchSettings(), folder, root=root)
-    assert copy is not None
     return copy
 
 
-def test_a_snapshot_is_the_code_as_it_is_on_disk(root: Path, tmp_path: Path) -> None:
+def test_a_snapshot_is_the_code_as_it_is_on_disk(root, tmp_path):
     """Edits, new files and extensions; no other folders."""
     (root / "vitscale/model.py").write_text("width = 2\n")
     (root / "vitscale/old.py").unlink()
@@ -75,7 +71,7 @@ def test_a_snapshot_is_the_code_as_it_is_on_disk(root: Path, tmp_path: Path) -> 
     assert "-width = 1\n+width = 2\n" in record["patch"]
 
 
-def test_what_is_no_code_is_not_copied(root: Path, tmp_path: Path) -> None:
+def test_what_is_no_code_is_not_copied(root, tmp_path):
     """A pipe would never end, a link may lead nowhere, and weights would take the memory."""
     os.mkfifo(root / "vitscale/pipe.py")
     (root / "vitscale/lost.py").symlink_to("nowhere")
@@ -90,22 +86,20 @@ def test_what_is_no_code_is_not_copied(root: Path, tmp_path: Path) -> None:
         copy_of(root, tmp_path)
 
 
-def test_the_record_replaces_git_inside_a_snapshot(root: Path, tmp_path: Path) -> None:
+def test_the_record_replaces_git_inside_a_snapshot(root, tmp_path):
     # A run folder is often inside the checkout, whose commit may have moved on.
     (root / "runs").mkdir()
     copy = copy_of(root, root / "runs")
     recorded = source_version(copy)
-    assert (
-        recorded == source_version(root) and recorded is not None and not recorded.patch
-    )
+    assert recorded == source_version(root)
+    assert recorded is not None
+    assert not recorded.patch
     git(root, "commit", "--quiet", "--allow-empty", "--message", "later")
     assert source_version(copy) == recorded != source_version(root)
     assert copy_of(copy, tmp_path).name == copy.name
 
 
-def test_equal_code_shares_one_folder_and_other_code_does_not(
-    root: Path, tmp_path: Path
-) -> None:
+def test_equal_code_shares_one_folder_and_other_code_does_not(root, tmp_path):
     first = copy_of(root, tmp_path)
     assert copy_of(root, tmp_path) == first
     (root / "launch/job.sh").rename(root / "launch/job")
@@ -120,10 +114,10 @@ def test_equal_code_shares_one_folder_and_other_code_does_not(
 # ---- the job folder ---------------------------------------------------------------------------
 
 
-def test_a_refusal_removes_no_files_of_other_submissions(tmp_path: Path) -> None:
+def test_a_refusal_removes_no_files_of_other_submissions(tmp_path):
     folder = tmp_path / "run/slurm"
 
-    def submit() -> None:
+    def submit():
         with submitting(folder):
             (folder / "12").mkdir()
             (folder / "config-2.yaml").touch()
@@ -139,8 +133,8 @@ def test_a_refusal_removes_no_files_of_other_submissions(tmp_path: Path) -> None
 
 
 def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     source = {"path": "tars", "kind": "webdataset"}
     values = {"output": "shards", "source": source, "script": "index_shards"}
@@ -148,11 +142,10 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
     job = prepare_job(run, cluster="slurm")
     folder = Path(job.config).parent
     assert {each.stat().st_mode & 0o777 for each in (folder, folder.parent)} == {0o700}
-    assert Path(job.script).name == "index_shards.py" and Path(job.script).is_file()
-    assert (
-        job.run_folder is None
-        and "script: index_shards" in Path(job.config).read_text()
-    )
+    assert Path(job.script).name == "index_shards.py"
+    assert Path(job.script).is_file()
+    assert job.run_folder is None
+    assert "script: index_shards" in Path(job.config).read_text()
     Path(job.config).unlink()
     Path(job.config).mkdir()
     with refused("output=.*: cannot be written"):
@@ -162,8 +155,8 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
         prepare_job(run, cluster="slurm")
 
 
-@pytest.mark.parametrize("mark", ["%", ":", "\\"])
-def test_sbatch_reads_no_folder_otherwise(mark, tmp_path, monkeypatch) -> None:
+@every(mark=["%", ":", "\\"])
+def test_sbatch_reads_no_folder_otherwise(mark, tmp_path, monkeypatch):
     (tmp_path / f"a{mark}b").mkdir()
     monkeypatch.chdir(tmp_path / f"a{mark}b")
     run = DataPrepRun.model_validate({"output": "x", "source": {"path": "images"}})
@@ -172,12 +165,12 @@ def test_sbatch_reads_no_folder_otherwise(mark, tmp_path, monkeypatch) -> None:
 
 
 def test_preparations_of_different_outputs_have_different_job_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
-    def folder_of(output: str) -> Path:
+    def folder_of(output):
         values = {"output": output, "source": {"path": "images"}}
         return job_folder(DataPrepRun.model_validate(values), cluster="slurm")
 
@@ -207,7 +200,7 @@ OVERRIDES = dict(
     WORLD_SIZE=8 LOCAL_RANK=3
     """.split()
 )
-OF_SITE: dict[str, Any] = yaml.safe_load("""
+OF_SITE = yaml.safe_load("""
 SBATCH_ACCOUNT: [other, {account: mine}]
 SBATCH_PARTITION: [login, {partition: gpu}]
 SBATCH_MEM_PER_NODE: [100M, {mem_gb: 8}]
@@ -220,7 +213,7 @@ CLUSTER = {"SLURM_CONF": "/etc/slurm/slurm.conf", "SLURM_CLUSTERS": "c1"}
 
 
 @pytest.fixture
-def seen_by_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
+def seen_by_sbatch(tmp_path, monkeypatch) -> Iterator[Submit]:
     """Submit a job with these settings; return the environment of sbatch."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -245,11 +238,9 @@ def seen_by_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def test_variables_of_the_shell_override_nothing_that_a_run_says(
-    seen_by_sbatch: Submit,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    says: dict[str, Any] = {}
+    seen_by_sbatch: Submit, monkeypatch, capsys
+):
+    says = {}
     for name, (value, setting) in OF_SITE.items():
         monkeypatch.setenv(name, value)
         says |= setting
@@ -258,22 +249,21 @@ def test_variables_of_the_shell_override_nothing_that_a_run_says(
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
     seen = seen_by_sbatch(LaunchSettings(**says))
-    assert not seen.keys() & {*OVERRIDES, *OF_SITE} and CLUSTER.items() <= seen.items()
+    assert not seen.keys() & {*OVERRIDES, *OF_SITE}
+    assert CLUSTER.items() <= seen.items()
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and all(
-        name in said for name in (*OVERRIDES, *OF_SITE)
-    )
+    assert said.count("\n") == 1
+    assert all(name in said for name in (*OVERRIDES, *OF_SITE))
     assert dict(os.environ) == before
+
     # Once, however many runs are submitted.
     seen_by_sbatch(LaunchSettings(**says))
     assert capsys.readouterr().err == ""
 
 
 def test_the_site_decides_what_a_run_leaves_to_it(
-    seen_by_sbatch: Submit,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    seen_by_sbatch: Submit, monkeypatch, capsys
+):
     values = {name: value for name, (value, _) in OF_SITE.items()}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
@@ -285,10 +275,8 @@ def test_the_site_decides_what_a_run_leaves_to_it(
 
 
 def test_a_job_around_the_shell_gives_nothing_to_the_new_one(
-    seen_by_sbatch: Submit,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    seen_by_sbatch: Submit, monkeypatch, capsys
+):
     of_job = "SLURM_JOB_ID SLURM_NTASKS SLURM_JOB_GPUS SLURMD_NODENAME".split()
     for name in of_job:
         monkeypatch.setenv(name, "3")
@@ -296,7 +284,7 @@ def test_a_job_around_the_shell_gives_nothing_to_the_new_one(
     assert capsys.readouterr().err == ""  # all of them, as everybody expects
 
 
-def test_the_profile_of_a_node_names_no_ranks(tmp_path: Path) -> None:
+def test_the_profile_of_a_node_names_no_ranks(tmp_path):
     """What bash has after the lines before srun, with a stale address in its environment."""
     launch = LaunchSettings(
         setup=("echo in setup: ${MASTER_PORT:-none} ${RANK:-none}",)

@@ -1,7 +1,5 @@
 """The state of a run by what SLURM and its folder say, which folders names mean, and squeue."""
 
-from __future__ import annotations
-
 import ctypes
 import glob
 import os
@@ -11,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_char_p
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +27,7 @@ from launch.jobs.states import (
 )
 from tests.support.levels import skip_or_fail
 from tests.support.run_folders import logged_run
-from tests.support.tables import refused, rows
+from tests.support.tables import every, lines, refused, rows
 from vitscale.config.errors import UserError
 from vitscale.distributed.events import (
     FAILED,
@@ -53,6 +50,7 @@ class RunFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "slurm" / JOB).mkdir(parents=True)
+
         # As submitit leaves it: the folder of the job may be gone.
         (folder / "slurm" / SCRIPT).symlink_to(f"{JOB}/{JOB}_submission.sh")
         self.submit(NOW - 100)
@@ -70,7 +68,7 @@ class RunFolder:
         with open(self.folder / "journal.jsonl", "ab") as file:
             file.write(encode(row))
 
-    def attempt(self, ending: str | None, *, number: int = 1, **more: Any) -> None:
+    def attempt(self, ending: str | None, *, number: int = 1, **more) -> None:
         """One that has started a minute ago, and ended now unless `ending` is None."""
         values = {"number": number, "cluster": "slurm", "job_id": JOB, "restart": 0}
         ended = {"ended": NOW, "ending": ending, "reason": "why"} if ending else {}
@@ -86,8 +84,8 @@ class RunFolder:
         return line_of(read_state(self.folder, jobs), now=NOW)
 
 
-def job(state: str, *, reason: str | None = None, **more: Any) -> QueuedJob:
-    values: dict[str, Any] = {
+def job(state: str, *, reason: str | None = None, **more) -> QueuedJob:
+    values = {
         "job_id": JOB, "submitted_id": JOB, "state": state, "reason": reason, "start": None,
         "nodes": None, "submitted": NOW - 720, "script": f"/else/where/{SCRIPT}",
     }  # fmt: skip
@@ -95,11 +93,11 @@ def job(state: str, *, reason: str | None = None, **more: Any) -> QueuedJob:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path) -> RunFolder:
     return RunFolder(tmp_path / "vit")
 
 
-def test_a_started_job_is_running(run: RunFolder) -> None:
+def test_a_started_job_is_running(run: RunFolder):
     run.checkpoint(50)
     run.attempt(None)
     running = job("RUNNING", nodes="n[1-2]")
@@ -108,6 +106,8 @@ def test_a_started_job_is_running(run: RunFolder) -> None:
         "vit: running for 0:01:00, starting from step 50; job 4711 on n[1"
         in run.line(running)
     )
+
+    # Two intervals of this start are enough for a rate, and hence for the time that is left.
     run.log(62, ago=14)
     run.log(64, **{"vitals/images_per_s": 812.0, "vitals/mfu": 0.4})
     assert "step 64 of 100 (64%), 812 img/s, MFU 40.0%, 0:01:02 left; job" in run.line(
@@ -115,7 +115,7 @@ def test_a_started_job_is_running(run: RunFolder) -> None:
     )
 
 
-def test_a_run_without_new_lines_says_so(run: RunFolder) -> None:
+def test_a_run_without_new_lines_says_so(run: RunFolder):
     run.log(2, ago=50)
     run.log(4, ago=40)
     found = read_state(run.folder, [job("RUNNING", start=NOW - 60)])
@@ -125,7 +125,7 @@ def test_a_run_without_new_lines_says_so(run: RunFolder) -> None:
     assert "left" not in line_of(found, now=NOW)
 
 
-def test_a_complete_run_is_finished(run: RunFolder) -> None:
+def test_a_complete_run_is_finished(run: RunFolder):
     run.log(98)
     run.log(100, **{"val/top1": 0.75})
     run.checkpoint(90)
@@ -137,13 +137,16 @@ def test_a_complete_run_is_finished(run: RunFolder) -> None:
     )
 
 
-# The end of the last attempt, and the state; the last one's node died, and no attempt followed.
-LAST = "done/finished|stopped/stopped|ended by SLURM/stopped|failed/failed|/failed"
-
-
-@pytest.mark.parametrize("case", LAST.split("|"))
-def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, case: str) -> None:
-    ending, state = case.split("/")
+# An attempt whose node died has no ending, if none followed it.
+@lines("""
+ending         | state
+done           | finished
+stopped        | stopped
+ended by SLURM | stopped
+failed         | failed
+               | failed
+""")
+def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, ending, state):
     run.log(10)
     for number, each in enumerate((ending, "done", ending), start=1):
         run.attempt(each or None, number=number)
@@ -151,18 +154,20 @@ def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, case: str) -> Non
     is_ended = ending not in ("", "done")
     restarts = {ending: 1} if is_ended else {}
     since = NOW if ending else NOW - 10  # the last line of its journal
-    assert (found.state, found.restarts, found.since) == (state, restarts, since)
+    assert found.state == state
+    assert found.restarts == restarts
+    assert found.since == since
     assert (": why" in run.line()) == is_ended
 
 
-def test_without_slurm_an_open_attempt_counts_as_running(run: RunFolder) -> None:
+def test_without_slurm_an_open_attempt_counts_as_running(run: RunFolder):
     run.attempt(None)
     found = read_state(run.folder, None)
     assert found.state is RunState.RUNNING
     assert found.place.endswith("on n1, n2, as its records say: SLURM does not answer")
 
 
-def test_a_process_of_this_machine_is_running(run: RunFolder) -> None:
+def test_a_process_of_this_machine_is_running(run: RunFolder):
     """Started by launch/local.py, or by another launcher."""
     record_start(run.folder, first_step=0, total_steps=9)
     found = read_state(run.folder, None)
@@ -170,16 +175,18 @@ def test_a_process_of_this_machine_is_running(run: RunFolder) -> None:
     assert found.place == f"process {os.getpid()} on this machine"
 
 
-def test_an_evaluation_that_is_repeated_is_running(run: RunFolder) -> None:
+def test_an_evaluation_that_is_repeated_is_running(run: RunFolder):
     (run.folder / "results.json").touch()
     assert read_state(run.folder, None).state is RunState.FINISHED
+
+    # A process of this node that still runs holds the folder.
     (run.folder / ".lock").write_text(f"process {os.getpid()} on {node_name()}")
     assert read_state(run.folder, None).state is RunState.RUNNING
     (run.folder / ".lock").write_text("")
     assert read_state(run.folder, None).state is RunState.FINISHED
 
 
-def test_a_training_of_another_launcher_has_failed(run: RunFolder) -> None:
+def test_a_training_of_another_launcher_has_failed(run: RunFolder):
     run.log(4)
     assert read_state(run.folder, []).state is RunState.STOPPED
     append_event(
@@ -188,20 +195,23 @@ def test_a_training_of_another_launcher_has_failed(run: RunFolder) -> None:
     assert ": the disk is full (storage, step 4)" in run.line()
 
 
-def test_a_job_without_nodes_waits_for_what_slurm_says(run: RunFolder) -> None:
+def test_a_job_without_nodes_waits_for_what_slurm_says(run: RunFolder):
     """JOB STATE CODES of `man squeue`."""
     run.attempt(Ending.STOPPED)
     for state in "REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT SUSPENDED".split():
         assert read_state(run.folder, [job(state)]).state is RunState.PAUSED
 
 
-def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
+def test_an_array_runs_while_a_task_does(run: RunFolder):
     live = [
         job("PENDING", job_id=f"{JOB}_2"),
         job("RUNNING", job_id=f"{JOB}_1", nodes="n1"),
     ]
     found = read_state(run.folder, live)
-    assert (found.state, found.place) == (RunState.RUNNING, f"job {JOB}_1 on n1")
+    assert found.state == RunState.RUNNING
+    assert found.place == f"job {JOB}_1 on n1"
+
+    # The tasks of a preparation share its output; without a record there is nothing to go by.
     shards = run.folder.parent / "shards"
     (run.folder / "slurm/config-1.yaml").write_text(
         f"stage: data_prep\noutput: {shards}\n"
@@ -210,10 +220,13 @@ def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
     earlier.write_text("output: elsewhere")
     os.utime(earlier, (1, 1))
     assert read_state(run.folder, []).state is RunState.NOT_STARTED
+
     # Of a line of `launch.setup` that ends the job.
     log = run.folder / f"slurm/{JOB}/{JOB}_0_0_log.out"
     log.touch()
     assert read_state(run.folder, []).state is RunState.FAILED
+
+    # One failed task is a failed array, until the output is whole.
     for task, ending in enumerate((Ending.DONE, Ending.FAILED, Ending.DONE)):
         RunFolder(run.folder / f"slurm/{JOB}/{JOB}_{task}").attempt(ending)
     assert read_state(run.folder, []).state is RunState.FAILED
@@ -222,7 +235,7 @@ def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
     assert read_state(run.folder, []).state is RunState.FINISHED
 
 
-def test_several_runs_are_ordered_and_counted(run: RunFolder) -> None:
+def test_several_runs_are_ordered_and_counted(run: RunFolder):
     other = RunFolder(run.folder.parent / "other")
     endings = (Ending.STOPPED, Ending.FAILED, Ending.STOPPED, Ending.DONE)
     for number, ending in enumerate(endings, start=1):
@@ -230,11 +243,13 @@ def test_several_runs_are_ordered_and_counted(run: RunFolder) -> None:
     waiting = job("PENDING", reason="Resources", start=NOW + 60)
     runs = [read_state(other.folder, []), read_state(run.folder, [waiting])]
     first, second, third = as_text(runs, now=NOW).splitlines()
-    assert (
-        "vit: queued since " in first and "free nodes (Resources); expected to" in first
-    )
-    assert "other: finished" in second and "3x (2 stopped, 1 failed)" in second
+    assert "vit: queued since " in first
+    assert "free nodes (Resources); expected to" in first
+    assert "other: finished" in second
+    assert "3x (2 stopped, 1 failed)" in second
     assert third == "2 runs: 1 queued, 1 finished"
+
+    # No time is expected of a job that SLURM has suspended.
     suspended = read_state(run.folder, [job("SUSPENDED")])
     assert "is suspended and goes on by itself" in as_text([suspended], now=NOW)
 
@@ -242,11 +257,12 @@ def test_several_runs_are_ordered_and_counted(run: RunFolder) -> None:
 # ---- what must be done -------------------------------------------------------------------------
 
 # State, reason as squeue prints it, and what to do: by slurm.schedmd.com/job_reason_codes.html.
-TO_DO = """\
+TO_DO = """
+state|reason|to_do
 PENDING|JobHeldUser|next: `scontrol release 4711`
 PENDING|job requeued in held state|next: `scontrol release 4711`
 SPECIAL_EXIT|job requeued in held state|next: `scontrol release 4711`
-REQUEUE_HOLD|None|next: `scontrol release 4711`
+REQUEUE_HOLD||next: `scontrol release 4711`
 PENDING|JobHeldAdmin|an administrator: `scontrol release 4711`
 PENDING|launch failed requeued held|next: `scontrol release 4711`; an administrator: `sinfo -R`
 PENDING|launch_failed_requeued_held|next: `scontrol release 4711`; an administrator: `sinfo -R`
@@ -266,7 +282,7 @@ PENDING|PartitionConfig|never starts (PartitionConfig); next: `scancel 4711`
 PENDING|BadConstraints|never starts (BadConstraints); next: `scancel 4711`
 PENDING|Reservation|it starts by itself
 PENDING|ReservationDeleted|next: `scontrol update jobid=4711 reservationname=`
-RESV_DEL_HOLD|None|next: `scontrol update jobid=4711 reservationname=`
+RESV_DEL_HOLD||next: `scontrol update jobid=4711 reservationname=`
 PENDING|Licenses|it starts by itself
 PENDING|InvalidAccount|another launch.account; an administrator adds you
 PENDING|InvalidQOS|another launch.sbatch.qos; an administrator adds you
@@ -279,56 +295,60 @@ PENDING|AssocGrpCPURunMinutesLimit|it starts by itself when running jobs
 PENDING|QOSUsageThreshold|or an administrator adds time
 PENDING|BurstBufferOperation|an administrator: `scontrol show job 4711`
 PENDING|OfTomorrow|next: `scontrol show job 4711`; ask an administrator
-PENDING|None|it starts by itself
-SUSPENDED|None|goes on by itself; an administrator: `scontrol resume 4711`
-STOPPED|None|next: `scancel --signal=CONT 4711`
-CONFIGURING|None|it starts by itself
+PENDING||it starts by itself
+SUSPENDED||goes on by itself; an administrator: `scontrol resume 4711`
+STOPPED||next: `scancel --signal=CONT 4711`
+CONFIGURING||it starts by itself
 COMPLETING|NonZeroExitCode|an administrator: `scontrol update nodename=NODE state=down
 """
 # How the last attempt ended, what SLURM says of the job (nothing: it has forgotten it), and what
 # status says.
-ENDS = """\
-||not started: job 4711 ended before the run started, and SLURM no longer says why; submit
-|CANCELLED DependencyNeverSatisfied|not started: job 4711 was cancelled, since a job that it needs
-|CANCELLED JobHeldUser|not started: job 4711 was cancelled (CANCELLED, JobHeldUser) before the run
-|FAILED JobLaunchFailure|failed: job 4711 could not be started (FAILED, JobLaunchFailure) before
-|FAILED NonZeroExitCode|failed: job 4711 failed (FAILED, NonZeroExitCode) before the run started
-|BOOT_FAIL None|nodename=NODE state=resume` returns it; the same command resumes it
-open||failed: no record of its end: it was cancelled, or its node died; the same command resumes it
-open|CANCELLED None|stopped: job 4711 was cancelled (CANCELLED); the same command resumes it
-open|NODE_FAIL None|failed: job 4711 lost a node (NODE_FAIL); an administrator: `sinfo -R`
-open|TIMEOUT TimeLimit|failed: job 4711 reached its time limit (TIMEOUT, TimeLimit); the same
-open|OUT_OF_MEMORY OutOfMemory|a larger launch.mem_gb, or fewer data.num_workers, may help; the same
-ended by SLURM|CANCELLED None|stopped, 0:00:00 ago: job 4711 was cancelled (CANCELLED); the same
-ended by SLURM|FAILED JobLaunchFailure|job 4711 could not be started (FAILED, JobLaunchFailure); the
-failed|FAILED NonZeroExitCode|failed, 0:00:00 ago: rank 1 was killed
-failed requeued|FAILED JobLaunchFailure|rank 1 was killed; requeued, but job 4711 could not be sta
-failed requeued|CANCELLED BeginTime|stopped, 0:00:00 ago: rank 1 was killed; requeued, but job 4711
-failed requeued||requeued, but job 4711 ended before the run started again, and SLURM no longer says
-stopped requeued|PREEMPTED None|job 4711 was preempted (PREEMPTED) before the run started again; the
+ENDS = """
+attempt|state|reason|line
+|||not started: job 4711 ended before the run started, and SLURM no longer says why; submit
+|CANCELLED|DependencyNeverSatisfied|not started: job 4711 was cancelled, since a job that it needs
+|CANCELLED|JobHeldUser|not started: job 4711 was cancelled (CANCELLED, JobHeldUser) before the run
+|FAILED|JobLaunchFailure|failed: job 4711 could not be started (FAILED, JobLaunchFailure) before
+|FAILED|NonZeroExitCode|failed: job 4711 failed (FAILED, NonZeroExitCode) before the run started
+|BOOT_FAIL||nodename=NODE state=resume` returns it; the same command resumes it
+open|||failed: no record of its end: it was cancelled, or its node died; the same command resumes it
+open|CANCELLED||stopped: job 4711 was cancelled (CANCELLED); the same command resumes it
+open|NODE_FAIL||failed: job 4711 lost a node (NODE_FAIL); an administrator: `sinfo -R`
+open|TIMEOUT|TimeLimit|failed: job 4711 reached its time limit (TIMEOUT, TimeLimit); the same
+open|OUT_OF_MEMORY|OutOfMemory|a larger launch.mem_gb, or fewer data.num_workers, may help; the same
+ended by SLURM|CANCELLED||stopped, 0:00:00 ago: job 4711 was cancelled (CANCELLED); the same
+ended by SLURM|FAILED|JobLaunchFailure|job 4711 could not be started (FAILED, JobLaunchFailure); the
+failed|FAILED|NonZeroExitCode|failed, 0:00:00 ago: rank 1 was killed
+failed requeued|FAILED|JobLaunchFailure|rank 1 was killed; requeued, but job 4711 could not be sta
+failed requeued|CANCELLED|BeginTime|stopped, 0:00:00 ago: rank 1 was killed; requeued, but job 4711
+failed requeued|||requeued, but job 4711 ended before the run started again, and SLURM no longer say
+stopped requeued|PREEMPTED||job 4711 was preempted (PREEMPTED) before the run started again; the
 """
 LIBRARIES = ("/usr/lib/*/slurm-wlm/libslurmfull.so", "/usr/lib*/slurm/libslurmfull.so")
 
 
-@pytest.mark.parametrize("case", TO_DO.splitlines())
-def test_a_job_that_waits_says_what_to_do(run: RunFolder, case: str) -> None:
-    state, reason, to_do = case.split("|")
-    waiting = job(state, reason=None if reason == "None" else reason)
-    assert to_do in run.line(waiting)
+@lines(TO_DO)
+def test_a_job_that_waits_says_what_to_do(run: RunFolder, state, reason, to_do):
+    assert to_do in run.line(job(state, reason=reason or None))
 
 
 @pytest.mark.slurm
-def test_slurm_has_no_reason_without_advice() -> None:
+def test_slurm_has_no_reason_without_advice():
     """All that the installed SLURM may say."""
     found = [path for each in LIBRARIES for path in glob.glob(each)]
     if not found:
         skip_or_fail("no SLURM here")
     library = ctypes.CDLL(found[0])
+
+    # ctypes takes every result for an int otherwise.
     library.job_reason_string.restype = library.job_state_string.restype = c_char_p
     reasons = {library.job_reason_string(code).decode() for code in range(400)}
+
+    # States are numbers below 16, and flags above.
     codes = [*range(16), *(1 << bit for bit in range(8, 24))]
     states = {library.job_state_string(code).decode() for code in codes} - {"?"}
-    assert len(reasons) > 190 and len(states) > 20
+    assert len(reasons) > 190
+    assert len(states) > 20
     jobs = [job("PENDING", reason=reason) for reason in reasons if reason.isalpha()]
     jobs += [job(state) for state in states]
     for each in jobs:
@@ -336,33 +356,30 @@ def test_slurm_has_no_reason_without_advice() -> None:
         assert each.has_ended or (to_do and "ask an" not in to_do), each
 
 
-@pytest.mark.parametrize("case", ENDS.splitlines())
+@lines(ENDS)
 def test_an_end_that_no_attempt_has_recorded_is_explained(
-    run: RunFolder, case: str
-) -> None:
-    attempt, said, line = case.split("|")
+    run: RunFolder, attempt, state, reason, line
+):
     ending = attempt.removesuffix(" requeued").replace("open", "")
+    killed = "rank 1 was killed" if ending else ""
     requeued = {"is_requeued": True} if "requeued" in attempt else {}
     if attempt:
-        reason = "rank 1 was killed" if ending else ""
-        run.attempt(ending or None, reason=reason, **requeued)
-    state, _, reason = said.partition(" ")
-    jobs = [job(state, reason=None if reason == "None" else reason)] if said else []
+        run.attempt(ending or None, reason=killed, **requeued)
+
+    # SLURM forgets a job after some minutes.
+    jobs = [job(state, reason=reason or None)] if state else []
     assert line in run.line(*jobs)
 
 
-def test_an_attempt_that_follows_the_submission_counts(run: RunFolder) -> None:
+def test_an_attempt_that_follows_the_submission_counts(run: RunFolder):
     for moment, is_later in ((NOW - 90, True), (NOW, False)):
         run.submit(moment)
         run.attempt(Ending.FAILED, reason="rank 1 was killed", job_id="4710")
         assert ("rank 1 was killed" in run.line()) == is_later
 
 
-@pytest.mark.parametrize("here_ahead", [-300, 0, 300])
-@pytest.mark.parametrize("node_ahead", [-300, 0, 300])
-def test_clocks_that_differ_change_no_age(
-    run: RunFolder, here_ahead: int, node_ahead: int
-) -> None:
+@every(node_ahead="-300, 0, 300", here_ahead="-300, 0, 300")
+def test_clocks_that_differ_change_no_age(run: RunFolder, here_ahead, node_ahead):
     began = NOW - 60 + node_ahead
     run.attempt(None, started=began)
     facts = {"time": began, "first_step": 0, "total_steps": 100}
@@ -371,17 +388,18 @@ def test_clocks_that_differ_change_no_age(
     run.log(41, ago=10 - node_ahead)
     running = job("RUNNING", start=NOW - 61, seen=NOW)
     line = line_of(read_state(run.folder, [running]), now=NOW + here_ahead)
-    assert (
-        "running for 0:01:01, step 41 of 100 (41%), 0:0" in line and "ago" not in line
-    )
+    assert "running for 0:01:01, step 41 of 100 (41%), 0:0" in line
+    assert "ago" not in line
     assert "0:00:00" not in line
+
+    # What squeue says is measured against its own clock, `seen`.
     queued = job("PENDING", reason="Resources", submitted=NOW - 60, seen=NOW)
     line = line_of(read_state(run.folder, [queued]), now=NOW + here_ahead)
     assert "(0:01:00)" in line
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch) -> Path:
     """Runs: one trained, one submitted, two of a chain; and what is none."""
     monkeypatch.chdir(tmp_path)
     artifact = "chain/mlflow-artifacts/1/config.yaml"
@@ -394,13 +412,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file = tmp_path / "runs" / path
         file.parent.mkdir(parents=True)
         file.touch()
-    for folder in ("runs/submitted/slurm", "runs/mlartifacts/1", "images", "vit"):
+    for folder in "runs/submitted/slurm runs/mlartifacts/1 images vit".split():
         (tmp_path / folder).mkdir(parents=True)
     return tmp_path
 
 
-def test_runs_are_found_by_name_and_by_folder(here: Path, monkeypatch) -> None:
-    names = ["chain/a", "chain/b", "submitted", "vit"]
+def test_runs_are_found_by_name_and_by_folder(here, monkeypatch):
+    names = "chain/a chain/b submitted vit".split()
     assert find_runs([]) == [Path("runs") / name for name in names]
     assert find_runs(["vit", "runs/vit"]) == [Path("runs/vit")]
     assert find_runs(["chain"]) == [Path("runs/chain/a"), Path("runs/chain/b")]
@@ -419,9 +437,7 @@ NO_RUNS = r"""
 
 
 @rows(NO_RUNS)
-def test_a_name_that_is_no_run_is_an_error(
-    here: Path, names: list[str], report: str
-) -> None:
+def test_a_name_that_is_no_run_is_an_error(here, names, report):
     with refused(report):
         find_runs(names)
 
@@ -449,11 +465,13 @@ slurm_load_jobs warning of some kind
 
 
 @pytest.fixture
-def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def squeue(tmp_path, monkeypatch) -> Path:
     """A squeue on PATH that prints ANSWER, and its environment into a file next to it."""
     program = tmp_path / "bin/squeue"
     program.parent.mkdir()
     (program.parent / "answer").write_text(ANSWER)
+
+    # The environment is what the test reads: settings of squeue must not reach it.
     program.write_text(
         '#!/bin/sh\n{ env; echo "$*"; } > "$0.env"\ncat "${0%squeue}answer"\n'
     )
@@ -462,9 +480,7 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-def test_a_folder_has_the_jobs_whose_script_it_holds(
-    squeue: Path, tmp_path: Path
-) -> None:
+def test_a_folder_has_the_jobs_whose_script_it_holds(squeue, tmp_path):
     (tmp_path / "run/slurm").mkdir(parents=True)
     for name in ("c1", "c2"):
         (tmp_path / f"run/slurm/.submission_file_{name}.sh").symlink_to("gone")
@@ -472,17 +488,18 @@ def test_a_folder_has_the_jobs_whose_script_it_holds(
     assert jobs_of(tmp_path / "nowhere") == []
 
 
-def test_settings_of_squeue_do_not_filter_jobs(squeue: Path, monkeypatch) -> None:
+def test_settings_of_squeue_do_not_filter_jobs(squeue, monkeypatch):
     for name in ("SQUEUE_PARTITION", "SINFO_FORMAT"):
         monkeypatch.setenv(name, "other")
     assert {each.seen for each in user_jobs()} == {1795371199.0}
     assert len(user_jobs()) == 5
     seen = Path(f"{squeue}.env").read_text()
-    assert "=other" not in seen and "SLURM_TIME_FORMAT=%s" in seen
+    assert "=other" not in seen
+    assert "SLURM_TIME_FORMAT=%s" in seen
     assert f"--array --states=all --user={os.getuid()} " in seen
 
 
-def test_no_answer_says_why(squeue: Path, monkeypatch) -> None:
+def test_no_answer_says_why(squeue, monkeypatch):
     squeue.write_text("#!/bin/sh\nprintf 'error: no\\ncontroller\\n' >&2\nexit 1\n")
     with pytest.raises(NoAnswerError, match="^error: no controller"):
         user_jobs()
@@ -509,24 +526,23 @@ REFUSALS = """
 
 
 @rows(REFUSALS)
-def test_requeueing_is_tried_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, times: int, text: str, is_queued: bool
-) -> None:
+def test_requeueing_is_tried_for_a_while(monkeypatch, times, text, is_queued):
     left = iter([text] * times)
 
     asked = []
 
-    def ask(program: str, *arguments: str) -> str:
+    def ask(program, *arguments):
         asked.append(arguments)
         if arguments == ("requeue", "17") and (refusal := next(left, "")):
             raise NoAnswerError(refusal)
         return "JobId=17 JobState=RUNNING"
 
-    pauses: list[float] = []
+    pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(time, "monotonic", lambda: sum(pauses))
     monkeypatch.setattr(queue, "ask_slurm", ask)
     assert requeue("17") == (None if is_queued else text)
+
     # Without an answer about the site's epilog, the longer wait.
     assert (("update", "JobId=17", "StartTime=now+20") in asked) == is_queued
 
@@ -544,12 +560,12 @@ EXCLUSIONS = """
 
 @rows(EXCLUSIONS)
 def test_a_node_is_excluded_if_enough_others_are_up(
-    monkeypatch, up: str, before: str, fewest: int | None, excluded: str | None
-) -> None:
+    monkeypatch, up, before, fewest, excluded
+):
     """Else the job, which had two nodes, would wait for ever."""
-    asked: list[tuple[str, ...]] = []
+    asked = []
 
-    def ask(*command: str) -> str:
+    def ask(*command):
         asked.append(command)
         return up if command[0] == "sinfo" else command[-1]
 
@@ -560,6 +576,7 @@ def test_a_node_is_excluded_if_enough_others_are_up(
     )
     change = ("scontrol", "update", "JobId=17", f"ExcNodeList={excluded}")
     assert (change in asked) == (excluded is not None) == said.endswith("17: why")
+
     # Those that other jobs use are up, too.
     assert "--states=idle,mixed,allocated,completing" in asked[0]
 
@@ -581,9 +598,10 @@ def as_somebody_else() -> Iterator[None]:
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Iterator[Path]:
+def shared(tmp_path) -> Iterator[Path]:
     """A folder of runs that others may enter, as pytest's own is not."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        # pytest's folders are closed to others from the root on.
         folder = Path(name)
         folder.chmod(0o755)
         yield folder
@@ -591,9 +609,7 @@ def shared(tmp_path: Path) -> Iterator[Path]:
             each.chmod(0o700)
 
 
-def test_a_run_that_is_not_shared_is_one_error_with_what_to_ask_for(
-    shared: Path,
-) -> None:
+def test_a_run_that_is_not_shared_is_one_error_with_what_to_ask_for(shared):
     logged_run(shared / "private run").chmod(0o0)
     for name in (shared / "private run", shared):
         with as_somebody_else(), pytest.raises(UserError) as caught:
@@ -602,13 +618,14 @@ def test_a_run_that_is_not_shared_is_one_error_with_what_to_ask_for(
         assert f"next: ask its owner for: chmod -R g+rX '{shared}/private run'" in text
 
 
-def test_a_shared_run_is_shown_without_its_private_job_folder(shared: Path) -> None:
+def test_a_shared_run_is_shown_without_its_private_job_folder(shared):
     """As `chmod -R g+rX` leaves it, or a folder that was made with 2750 before the run."""
     folder = logged_run(shared / "run")
     (folder / "slurm").mkdir()
     (folder / "slurm/.submission_file_1.sh").touch()
     (folder / "slurm").chmod(0o0)
     folder.chmod(0o755)
+
     # Imports all that is needed: the interpreter may be the owner's alone.
     load_runs([str(folder)], uri=None)
     with as_somebody_else():
@@ -618,24 +635,21 @@ def test_a_shared_run_is_shown_without_its_private_job_folder(shared: Path) -> N
 
 
 # When a script was submitted, how attempts have ended since, and whether SLURM is asked.
-ASKED = """\
-||no
-|done|no
-before|done|no
-before||yes
-before|open|yes
-before|stopped|yes
-before|failed|yes
-before|done open|yes
-after|done|yes
-"""
-
-
-@pytest.mark.parametrize("case", ASKED.splitlines())
+@lines("""
+submitted | endings | asks
+          |           | no
+          | done      | no
+before    | done      | no
+before    |           | yes
+before    | open      | yes
+before    | stopped   | yes
+before    | failed    | yes
+before    | done open | yes
+after     | done      | yes
+""")
 def test_slurm_is_asked_only_for_runs_without_an_end(
-    case: str, squeue: Path, tmp_path: Path
-) -> None:
-    submitted, endings, asks = case.split("|")
+    submitted, endings, asks, squeue, tmp_path
+):
     folder = logged_run(tmp_path / "run")
     for ending in endings.split():
         attempt = begin_attempt(folder, cluster="slurm", job_id="1")

@@ -1,13 +1,10 @@
 """Images become the pixels that each library's own processor makes for its weights."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +20,7 @@ from timm.models import get_pretrained_cfg
 
 import vitscale
 from tests.support.engine.small_models import export, small_model
-from tests.support.tables import Values, refused, rows, words
+from tests.support.tables import Values, every, refused, rows
 from vitscale.evaluation.api import Preprocess
 from vitscale.evaluation.trained_model import Preprocessing, open_model
 from vitscale.models.settings import TimmSettings, ViTSettings
@@ -59,7 +56,8 @@ def largest_difference(ours: Transform, theirs: Transform) -> float:
     """The largest mean difference of an image's pixels, of their deviation."""
     found = []
     for image in PHOTOGRAPHS:
-        own, expected = ours(image), theirs(image)
+        own = ours(image)
+        expected = theirs(image)
         assert own.shape == expected.shape
         found.append(float((own - expected).abs().mean() / expected.std()))
     return max(found)
@@ -117,10 +115,11 @@ refused:
   - [{<<: *bit, size: {shortest_edge: 28}}, crops 32 px of 28 px]
   - [{<<: *vit, image_processor_type: SamImageProcessor}, "image_processor_type 'Sam"]
 """)
-VIT, BIT = PROCESSORS["vit"], PROCESSORS["bit"]
+VIT = PROCESSORS["vit"]
+BIT = PROCESSORS["bit"]
 
 
-def hugging_face(folder: Path, kind: str, processor: Values, **config: Any) -> Path:
+def hugging_face(folder: Path, kind: str, processor: Values, **config) -> Path:
     name = {"deit": "DeiT", "dinov2": "Dinov2", "vit": "ViT"}[kind]
     sizes = yaml.safe_load("""
     {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, image_size: 32, patch_size: 4}
@@ -135,34 +134,26 @@ def hugging_face(folder: Path, kind: str, processor: Values, **config: Any) -> P
 
 
 @pytest.mark.parametrize(("kind", "processor"), PROCESSORS["known"])
-def test_pixels_are_those_of_transformers(
-    tmp_path: Path, kind: str, processor: Values
-) -> None:
+def test_pixels_are_those_of_transformers(tmp_path, kind, processor):
     folder = hugging_face(tmp_path, kind, processor)
     theirs = transformers.AutoImageProcessor.from_pretrained(folder)
     ours = vitscale.load_model(folder).preprocess
 
-    def processed(image: Image.Image) -> torch.Tensor:
-        found: torch.Tensor = theirs(images=image, return_tensors="pt")["pixel_values"][
-            0
-        ]
+    def processed(image):
+        found = theirs(images=image, return_tensors="pt")["pixel_values"][0]
         return found.float()
 
     assert largest_difference(ours, processed) < 0.01
 
 
 @pytest.mark.parametrize(("processor", "message"), PROCESSORS["refused"])
-def test_steps_that_no_setting_expresses_are_refused(
-    tmp_path: Path, processor: Values, message: str
-) -> None:
+def test_steps_that_no_setting_expresses_are_refused(tmp_path, processor, message):
     folder = hugging_face(tmp_path, "vit", processor)
     with refused(f"(?s)preprocessor_config.json: {message}.*not supported"):
         open_model(str(folder))
 
 
-def test_a_folder_that_crops_below_its_positions_gives_transformers_logits(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_that_crops_below_its_positions_gives_transformers_logits(tmp_path):
     """As DINOv2's, 518 px of positions and 224 px of images."""
     torch.manual_seed(0)
     folder = hugging_face(
@@ -171,9 +162,7 @@ def test_a_folder_that_crops_below_its_positions_gives_transformers_logits(
         BIT | {"size": {"shortest_edge": 28}, "crop_size": 24},
         image_size=48,
     )
-    theirs: Any = transformers.Dinov2ForImageClassification.from_pretrained(
-        folder
-    ).eval()
+    theirs = transformers.Dinov2ForImageClassification.from_pretrained(folder).eval()
     ours = open_model(str(folder))
     assert "at 24 px as its preprocessor_config.json says" in ours.source
     images = torch.randn(2, 3, 24, 24)
@@ -183,14 +172,14 @@ def test_a_folder_that_crops_below_its_positions_gives_transformers_logits(
     assert open_model(str(folder), image_size=48).preprocessing.image_size == 48
 
 
-def test_dinov2s_epsilon_is_its_own_where_the_folder_has_none(tmp_path: Path) -> None:
+def test_dinov2s_epsilon_is_its_own_where_the_folder_has_none(tmp_path):
     for kind, expected in (("dinov2", 1e-6), ("vit", 1e-12), ("deit", 1e-12)):
         folder = hugging_face(tmp_path / kind, kind, BIT if kind == "dinov2" else VIT)
         config = json.loads((folder / "config.json").read_text())
         del config["layer_norm_eps"]
         (folder / "config.json").write_text(json.dumps(config))
-        arch: Any = open_model(str(folder)).arch
-        built: Any = transformers.AutoConfig.from_pretrained(folder)
+        arch = open_model(str(folder)).arch
+        built = transformers.AutoConfig.from_pretrained(folder)
         assert arch.layer_norm_eps == built.layer_norm_eps == expected
 
 
@@ -220,9 +209,8 @@ def timm_folder(folder: Path, config: Values, *, is_old: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("is_old", [False, True])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_pixels_are_those_of_timm(tmp_path: Path, config: Values, is_old: bool) -> None:
+@every(config=CONFIGS, is_old="false, true")
+def test_pixels_are_those_of_timm(tmp_path, config, is_old):
     folder = timm_folder(tmp_path, config, is_old=is_old)
     theirs = create_transform(**resolve_data_config({}, pretrained_cfg=config))
     for model in (
@@ -249,7 +237,7 @@ SMALL_ARGUMENTS = {key: SMALL[key] for key in ("embed_dim", "depth", "num_heads"
         "vit_small_patch14_dinov2.lvd142m",
     ],
 )
-def test_published_configurations_give_timms_pixels(name: str) -> None:
+def test_published_configurations_give_timms_pixels(name):
     config = get_pretrained_cfg(name)
     theirs = create_transform(
         **resolve_data_config({}, pretrained_cfg=config.to_dict())
@@ -266,7 +254,7 @@ def test_published_configurations_give_timms_pixels(name: str) -> None:
 - [{input_size: [3, 32, 24]}, 32 x 24 px]
 - [{crop_pct: 1.1}, a share 1.1]
 """)
-def test_what_timm_does_otherwise_is_refused(change: Values, message: str) -> None:
+def test_what_timm_does_otherwise_is_refused(change, message):
     with refused(message):
         timm_preprocessing(CONFIGS[0] | change, where="here")
 
@@ -278,7 +266,7 @@ TRAINED = yaml.safe_load("""
 """)
 
 
-def trained_by_timm(path: Path, arguments: Values, **more: Any) -> Any:
+def trained_by_timm(path: Path, arguments: Values, **more):
     """A checkpoint of timm's train.py; returns the model."""
     torch.manual_seed(0)
     built = dict(arguments["model_kwargs"])
@@ -305,11 +293,12 @@ def trained_by_timm(path: Path, arguments: Values, **more: Any) -> Any:
 - [{gp: avg}]
 - [{model_kwargs: {embed_dim: 32, depth: 1, img_size: 32, num_heads: 4, act_layer: gelu_tanh}}]
 """)
-@pytest.mark.parametrize("as_timm", [False, True])
+@every(as_timm="false, true")
 def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
-    tmp_path: Path, change: Values, as_timm: bool
-) -> None:
-    arguments, path = TRAINED | change, tmp_path / "last.pth.tar"
+    tmp_path, change, as_timm
+):
+    arguments = TRAINED | change
+    path = tmp_path / "last.pth.tar"
     theirs = trained_by_timm(path, arguments)
     chosen = None
     if as_timm:
@@ -336,8 +325,8 @@ def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
     )
 
 
-@words(key="state_dict_ema model_ema")
-def test_the_average_is_taken_as_for_runs(tmp_path: Path, key: str) -> None:
+@every(key="state_dict_ema, model_ema")
+def test_the_average_is_taken_as_for_runs(tmp_path, key):
     """`auto` takes it where there is one, as timm's create_model does."""
     path = tmp_path / "last.pth.tar"
     torch.manual_seed(1)
@@ -360,13 +349,12 @@ def test_the_average_is_taken_as_for_runs(tmp_path: Path, key: str) -> None:
         open_model(str(tmp_path / "raw.safetensors"), weights="ema")
 
 
-@words(prefix="_orig_mod. module._orig_mod. _orig_mod.module. model._orig_mod.")
-@words(suffix=".pth .safetensors")
-def test_names_of_compiled_models_are_read(
-    tmp_path: Path, prefix: str, suffix: str
-) -> None:
+@every(prefix="_orig_mod., module._orig_mod., _orig_mod.module., model._orig_mod.")
+@every(suffix=".pth, .safetensors")
+def test_names_of_compiled_models_are_read(tmp_path, prefix, suffix):
     plain = tiny_weights()
     named = {f"{prefix}{name}": value for name, value in plain.items()}
+
     # Blocks that are compiled one by one have the prefix inside.
     named = {
         name.replace("blocks.0.", "blocks.0._orig_mod."): named[name] for name in named
@@ -382,9 +370,10 @@ def test_names_of_compiled_models_are_read(
         assert torch.equal(found["pos_embed"], plain["pos_embed"])
 
 
-def test_a_list_beside_a_file_names_its_classes(tmp_path: Path) -> None:
+def test_a_list_beside_a_file_names_its_classes(tmp_path):
     save_file(tiny_weights(), tmp_path / "model.safetensors")
-    path, chosen = str(tmp_path / "model.safetensors"), ViTSettings(num_heads=2)
+    path = str(tmp_path / "model.safetensors")
+    chosen = ViTSettings(num_heads=2)
     (tmp_path / "classes.json").write_text('["cat", "dog", "eel"]')
     assert open_model(path, model=chosen).classes == ("cat", "dog", "eel")
     (tmp_path / "classes.json").write_text('["cat", "dog"]')  # of another model
@@ -395,7 +384,7 @@ def test_a_list_beside_a_file_names_its_classes(tmp_path: Path) -> None:
 # ---- Google and our own --------------------------------------------------------------------------
 
 
-def test_googles_pixels_are_resized_without_antialiasing(tmp_path: Path) -> None:
+def test_googles_pixels_are_resized_without_antialiasing(tmp_path):
     """tf.image.resize: half-pixel centres, bilinear, whole images, no smoothing; [-1, 1]."""
     folder = export(small_model(), "npz", tmp_path / "exported")
     (folder / "vitscale.json").unlink()
@@ -403,7 +392,7 @@ def test_googles_pixels_are_resized_without_antialiasing(tmp_path: Path) -> None
     assert "eval_antialias=False" in ours.source
     side = ours.preprocessing.image_size
 
-    def tensorflows(image: Image.Image) -> torch.Tensor:
+    def tensorflows(image):
         pixels_13HW = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
         resized = F.interpolate(
             pixels_13HW, size=(side, side), mode="bilinear", align_corners=False

@@ -1,10 +1,5 @@
 """Models of timm: its outputs, its layers, its folders, and what is refused."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import timm
 import torch
@@ -17,7 +12,7 @@ from timm.optim import param_groups_layer_decay
 from pretrain.run import PretrainRun
 from tests.support.engine.small_models import export, small_model
 from tests.support.engine.subjects import WORLD
-from tests.support.tables import refused, rows, words
+from tests.support.tables import every, refused, rows
 from vitscale.evaluation.trained_model import open_model
 from vitscale.models import costs
 from vitscale.models.interface import round_weights
@@ -39,9 +34,7 @@ NAMES = ("test_vit", "test_convnext", "test_efficientnet_gn", "test_mambaout")
 SIZE = 64
 
 
-def built(
-    name: str, *, seed: int = 0, num_classes: int = 5, **values: Any
-) -> TimmModel:
+def built(name: str, *, seed: int = 0, num_classes: int = 5, **values) -> TimmModel:
     settings = TimmSettings(
         model=name, **{"image_size": SIZE, "head_std": 0.1, **values}
     )
@@ -52,7 +45,7 @@ def load(target: TimmModel, source: torch.nn.Module, **how: bool) -> None:
     target.load_weights(source.state_dict(), where="x", **{"keep_head": True} | how)
 
 
-def plain(name: str, **options: Any) -> Any:
+def plain(name: str, **options):
     sized = (
         {"img_size": SIZE}
         if timm.get_pretrained_cfg_value(name, "fixed_input_size")
@@ -65,10 +58,11 @@ def images(size: int = SIZE) -> torch.Tensor:
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every(name=NAMES)
 @torch.no_grad()
-def test_outputs_and_costs_are_those_of_timm(name: str) -> None:
-    model, own = built(name).eval(), plain(name).eval()
+def test_outputs_and_costs_are_those_of_timm(name):
+    model = built(name).eval()
+    own = plain(name).eval()
     own.load_state_dict(model.state_dict())
     assert torch.equal(model(images()), own(images()))
     features = own.forward_head(own.forward_features(images()), pre_logits=True)
@@ -77,7 +71,7 @@ def test_outputs_and_costs_are_those_of_timm(name: str) -> None:
     assert num_parameters(arch) == sum(each.numel() for each in own.parameters())
 
 
-def test_flops_of_a_transformer_are_those_of_the_formula() -> None:
+def test_flops_of_a_transformer_are_those_of_the_formula():
     theirs = TimmSettings(model="vit_base_patch16_224").resolved(num_classes=1000)
     ours = ViTSettings(preset="B/16").resolved(num_classes=1000)
     assert train_flops_per_image(theirs) == pytest.approx(
@@ -85,8 +79,8 @@ def test_flops_of_a_transformer_are_those_of_the_formula() -> None:
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_seed_gives_the_weights(name: str) -> None:
+@every(name=NAMES)
+def test_the_seed_gives_the_weights(name):
     first, same, other = (built(name, seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(first[key], same[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
@@ -94,11 +88,13 @@ def test_the_seed_gives_the_weights(name: str) -> None:
     assert torch.equal(new(images()), torch.full((2, 5), -10.0))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_rates_and_decay_by_layer_are_those_of_timm(name: str) -> None:
+@every(name=NAMES)
+def test_rates_and_decay_by_layer_are_those_of_timm(name):
     model = built(name)
     arch = TimmSettings(model=name, image_size=SIZE).resolved(num_classes=5)
-    kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]  # a function
+
+    # A function of some models, absent from others.
+    kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     theirs = param_groups_layer_decay(
         model, weight_decay=0.05, no_weight_decay_list=kept, layer_decay=0.7
     )
@@ -109,7 +105,7 @@ def test_rates_and_decay_by_layer_are_those_of_timm(name: str) -> None:
         layers_above=lambda parameter: layers_above(parameter, arch),
     )
 
-    def chosen(groups: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:
+    def chosen(groups):
         return {
             id(parameter): (group["lr_scale"], group["weight_decay"])
             for group in groups
@@ -121,13 +117,12 @@ def test_rates_and_decay_by_layer_are_those_of_timm(name: str) -> None:
         assert chosen(ours)[key] == pytest.approx(values)
 
 
-@words(name="test_convnext test_efficientnet_gn")
+@every(name="test_convnext, test_efficientnet_gn")
 @torch.no_grad()
-def test_images_have_channels_last_on_a_gpu_and_stay_so(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_have_channels_last_on_a_gpu_and_stay_so(name, monkeypatch):
     """One layer that made planes of them would undo it for all after it."""
-    model, layouts = built(name).eval(), list[bool]()
+    model = built(name).eval()
+    layouts = []
     for module in model.modules():
         if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
             module.register_forward_hook(
@@ -141,11 +136,12 @@ def test_images_have_channels_last_on_a_gpu_and_stay_so(
     found = model(images())
     monkeypatch.undo()
     torch.testing.assert_close(found, expected)
-    assert len(layouts) > 3 and all(layouts)
+    assert len(layouts) > 3
+    assert all(layouts)
 
 
-@words(family="vit timm")
-def test_weights_are_rounded_once_for_bf16(family: str) -> None:
+@every(family="vit, timm")
+def test_weights_are_rounded_once_for_bf16(family):
     """A batch converts pixels, to fp32 and to bf16, and no weight."""
     loaded = small_model(family)
     pixels = images(loaded.arch.image_size).mul(40).add(128).byte()
@@ -161,22 +157,20 @@ def test_weights_are_rounded_once_for_bf16(family: str) -> None:
         for each in profile.events()
         if each.name == "aten::_to_copy"
     ]
-    assert (
-        found.dtype == torch.float32
-        and 0 < (found - expected).norm() < 0.1 * expected.norm()
-    )
+    assert found.dtype == torch.float32
+    assert 0 < (found - expected).norm() < 0.1 * expected.norm()
     weights = [list(each.shape) for each in model.network.parameters() if each.ndim > 1]
     assert converted[:2] == [list(pixels.shape)] * 2
     assert not [shape for shape in converted if shape in weights]
 
 
-def test_batch_norms_stay_in_fp32() -> None:
+def test_batch_norms_stay_in_fp32():
     """bf16 would round a variance by 0.4 %."""
     model = built("test_resnet")
     kept = {"fc"}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.BatchNorm2d):
-            module.running_var.uniform_(1, 2)  # type: ignore[union-attr]  # it has one
+            module.running_var.uniform_(1, 2)  # it has one
             kept.add(name)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     round_weights(model, torch.bfloat16)
@@ -187,25 +181,23 @@ def test_batch_norms_stay_in_fp32() -> None:
 
 
 @torch.no_grad()
-def test_what_timm_saved_is_read(tmp_path: Path) -> None:
+def test_what_timm_saved_is_read(tmp_path):
     """The folder's arguments hold the number of classes, too; a file needs the model's name."""
     theirs = plain("test_convnext").eval()
     save_for_hf(theirs, tmp_path)
     asked = TimmSettings(name="timm", model="test_convnext", image_size=SIZE)
     file = open_model(str(tmp_path / "pytorch_model.bin"), model=asked)
     for found, size in ((open_model(str(tmp_path)), 160), (file, SIZE)):
-        assert (found.arch.name, found.num_classes, found.arch.image_size) == (
-            "timm",
-            5,
-            size,
-        )
+        assert found.arch.name == "timm"
+        assert found.num_classes == 5
+        assert found.arch.image_size == size
         assert torch.equal(found.network(images()), theirs(images()))
     assert "assumed mean=(0.5, 0.5, 0.5)" in file.source
 
 
-@words(name="test_convnext test_vit test_vit_relpos")
+@every(name="test_convnext, test_vit, test_vit_relpos")
 @torch.no_grad()
-def test_folders_are_read_by_timm_and_here(tmp_path: Path, name: str) -> None:
+def test_folders_are_read_by_timm_and_here(tmp_path, name):
     """Also at another image size, resampled as timm does."""
     how = {"mean": (0.1, 0.2, 0.3)}
     loaded = small_model(
@@ -213,12 +205,14 @@ def test_folders_are_read_by_timm_and_here(tmp_path: Path, name: str) -> None:
     )
     for to in ("timm", "safetensors"):
         folder = export(loaded, to, tmp_path / to)
+
         # Without the name timm's ViT is read into our own.
         found = open_model(str(folder), model=TimmSettings(model=name))
-        assert (found.arch, found.classes) == (loaded.arch, loaded.classes)
+        assert found.arch == loaded.arch
+        assert found.classes == loaded.classes
         assert found.preprocessing.mean == how["mean"]
         assert torch.equal(found.network(images()), loaded.network(images()))
-    options: dict[str, Any] = {} if name == "test_convnext" else {"img_size": 96}
+    options = {} if name == "test_convnext" else {"img_size": 96}
     theirs = timm.create_model(
         f"local-dir:{tmp_path / 'timm'}", pretrained=True, **options
     ).eval()
@@ -228,11 +222,9 @@ def test_folders_are_read_by_timm_and_here(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(larger.network(images(96)), theirs(images(96)))
 
 
-def test_transfer_keeps_all_but_the_classifier(tmp_path: Path) -> None:
-    source, target = (
-        built("test_convnext", seed=1),
-        built("test_convnext", seed=2, num_classes=3),
-    )
+def test_transfer_keeps_all_but_the_classifier(tmp_path):
+    source = built("test_convnext", seed=1)
+    target = built("test_convnext", seed=2, num_classes=3)
     fresh = {name: value.clone() for name, value in target.state_dict().items()}
     load(target, source, keep_head=False)
     for name, value in target.state_dict().items():
@@ -242,6 +234,7 @@ def test_transfer_keeps_all_but_the_classifier(tmp_path: Path) -> None:
         load(target, source)
     with refused("tensors do not fit"):
         load(target, built("test_vit"), keep_head=False)
+
     # Positions with rows and columns are no patches.
     positions = built("pit_ti_224", image_size=96).state_dict()
     with refused(r"pos_embed: model \(1, 64, 7, 7\)") as caught:
@@ -249,10 +242,8 @@ def test_transfer_keeps_all_but_the_classifier(tmp_path: Path) -> None:
     assert "init_patch" not in str(caught.value)
 
 
-@words(name="test_vit test_vit2 vit_tiny_patch16_224")
-def test_patches_of_another_size_are_resized_only_if_asked(
-    tmp_path: Path, name: str
-) -> None:
+@every(name="test_vit, test_vit2, vit_tiny_patch16_224")
+def test_patches_of_another_size_are_resized_only_if_asked(tmp_path, name):
     """As of the family vit. timm's own reader resizes them unasked."""
     source = timm.create_model(name, img_size=SIZE, num_classes=5, patch_size=16)
     path = tmp_path / "model.safetensors"
@@ -267,6 +258,7 @@ def test_patches_of_another_size_are_resized_only_if_asked(
     theirs = timm.create_model(name, img_size=SIZE, num_classes=5, patch_size=8).eval()
     load_checkpoint(theirs, path, filter_fn=checkpoint_filter_fn)
     torch.testing.assert_close(target.eval()(images()), theirs(images()))
+
     # Another image size alone is resampled as before.
     larger = built(name, image_size=2 * SIZE, arguments={"patch_size": 16})
     load(larger, source)
@@ -280,19 +272,17 @@ def test_patches_of_another_size_are_resized_only_if_asked(
 - [{model: test_vit, image_size: 65}, cannot run test_vit on images of 65 px]
 - [{model: test_vit, arguments: {deep: 1}}, unexpected keyword argument 'deep']
 """)
-def test_what_timm_does_not_have_is_refused(
-    values: dict[str, Any], message: str
-) -> None:
+def test_what_timm_does_not_have_is_refused(values, message):
     settings = TimmSettings.model_validate(values)
     with refused(message):
         build_model(settings.resolved(num_classes=5), seed=0)
 
 
-def test_a_published_encoder_may_name_no_classifier() -> None:
+def test_a_published_encoder_may_name_no_classifier():
     assert classifiers(PretrainedCfg(classifier=None)) == ()
 
 
-def build_for_training(name: str, **arguments: Any) -> torch.nn.Module:
+def build_for_training(name: str, **arguments) -> torch.nn.Module:
     values = yaml.safe_load("""
     {name: x, data: {path: x, global_batch: 1}, schedule: {steps: 1}, optim: {lr: 1.0},
      model: {name: timm, num_classes: 5, image_size: 64}}
@@ -304,13 +294,13 @@ def build_for_training(name: str, **arguments: Any) -> torch.nn.Module:
     )
 
 
-def test_statistics_of_batches_are_not_trained() -> None:
+def test_statistics_of_batches_are_not_trained():
     with refused("timm test_resnet has BatchNorm"):
         build_for_training("test_resnet")
     assert built("test_resnet")(images()).shape == (2, 5)
 
 
-def test_parameters_that_no_engine_or_checkpoint_holds_are_refused() -> None:
+def test_parameters_that_no_engine_or_checkpoint_holds_are_refused():
     """CoaT shares layers, which ended a training at its first save; NFNets scale by one number."""
     with refused(r"coat_lite_tiny uses \d+ parameters under two names"):
         build_for_training("coat_lite_tiny")

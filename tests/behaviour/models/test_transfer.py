@@ -3,20 +3,16 @@
 Positions of other grids against independent implementations.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from scipy.ndimage import zoom
 from timm.layers import resample_abs_pos_embed
 
-from tests.support.tables import refused, rows
+from tests.support.tables import every, refused, rows
 from vitscale.models.positions import (
     fixed_positions,
     mae_position_embedding,
@@ -32,10 +28,9 @@ SMALL = ViTSettings(
     image_size=16, patch_size=4, width=24, depth=1, num_heads=2, mlp_width=40
 )
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(5))
-DISTILLED = {"distillation_token": True}
 
 
-def shaken(*, num_classes: int = 5, **changes: object) -> ViT:
+def shaken(*, num_classes: int = 5, **changes) -> ViT:
     """A model in evaluation mode whose weights, the head's too, are all random."""
     model = build_model(
         SMALL.model_copy(update=changes).resolved(num_classes=num_classes), seed=0
@@ -47,9 +42,7 @@ def shaken(*, num_classes: int = 5, **changes: object) -> ViT:
     return model.eval()
 
 
-def transfer(
-    target: ViT, source: ViT, *, computed: Any = None, **options: Any
-) -> list[str]:
+def transfer(target: ViT, source: ViT, *, computed=None, **options) -> list[str]:
     found = Weights(
         tensors=source.state_dict() | options.pop("more", {}),
         grid=options.pop("source_grid", source.patch_embed.grid_size),
@@ -60,47 +53,46 @@ def transfer(
     return transfer_weights(target, found, grid=grid, convention="google", **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "prefix"),
-    [
-        ({"num_registers": 2}, 0),
-        ({"num_registers": 2, "pool": "gap"}, 0),
-        ({}, 1),
-        (DISTILLED, 2),
-    ],
-)
-def test_tokens_carry_over_to_another_grid(
-    options: dict[str, Any], prefix: int
-) -> None:
-    source, target = shaken(**options), shaken(**options, image_size=24)
+@rows("""
+- [options, prefix]
+- [{num_registers: 2}, 0]
+- [{num_registers: 2, pool: gap}, 0]
+- [{}, 1]
+- [{distillation_token: true}, 2]
+""")
+def test_tokens_carry_over_to_another_grid(options, prefix):
+    source = shaken(**options)
+    target = shaken(**options, image_size=24)
     assert transfer(target, source) == []
-    for name in ("cls_token", "reg_token", "dist_token", "norm.weight"):
+    for name in "cls_token reg_token dist_token norm.weight".split():
         if name in source.state_dict():
             assert torch.equal(target.state_dict()[name], source.state_dict()[name])
-    assert target.pos_embed is not None and source.pos_embed is not None
     assert target.pos_embed.shape == (1, prefix + 36, 24)
     assert torch.equal(target.pos_embed[:, :prefix], source.pos_embed[:, :prefix])
+
     # Align-corners resampling keeps the corners: no other token was taken for a patch.
-    ours, theirs = target.pos_embed[0, prefix:], source.pos_embed[0, prefix:]
+    ours = target.pos_embed[0, prefix:]
+    theirs = source.pos_embed[0, prefix:]
     assert torch.allclose(ours[[0, 5, 30, 35]], theirs[[0, 3, 12, 15]])
 
 
-def test_heads_stay_fresh_unless_kept() -> None:
-    source, target = shaken(), shaken(depth=1)
+def test_heads_stay_fresh_unless_kept():
+    source = shaken()
+    target = shaken(depth=1)
     fresh = target.head.weight.clone()
     transfer(target, source)
-    assert torch.equal(target.head.weight, fresh) and torch.equal(
-        target.cls_token, source.cls_token
-    )
+    assert torch.equal(target.head.weight, fresh)
+    assert torch.equal(target.cls_token, source.cls_token)
     transfer(target, source, keep_head=True)
     assert torch.equal(target(IMAGES), source(IMAGES))
     with refused(r"head.weight: model \(3, 24\), checkpoint \(5, 24\)"):
         transfer(shaken(num_classes=3), source, keep_head=True)
 
 
-def test_what_only_training_or_another_pool_needs_is_left_out_and_named() -> None:
+def test_what_only_training_or_another_pool_needs_is_left_out_and_named():
     pooled = {"pool": "gap", "class_token": True, "pool_norm": True}
-    source, target = shaken(), shaken(**pooled)
+    source = shaken()
+    target = shaken(**pooled)
     fresh = target.fc_norm.weight.clone()
     decoder = {
         "mask_token": torch.ones(8),
@@ -112,14 +104,13 @@ def test_what_only_training_or_another_pool_needs_is_left_out_and_named() -> Non
     assert left_out == sorted([*decoder, "norm.bias", "norm.weight", *objective])
     assert torch.equal(target.fc_norm.weight, fresh)
     again = shaken(**pooled, num_classes=3)
-    assert transfer(again, target) == [] and torch.equal(again.fc_norm.weight, fresh)
+    assert transfer(again, target) == []
+    assert torch.equal(again.fc_norm.weight, fresh)
 
 
-def test_fixed_positions_are_computed_for_the_new_grid() -> None:
-    source, target = (
-        shaken(positions="sincos2d"),
-        shaken(positions="sincos2d", image_size=24),
-    )
+def test_fixed_positions_are_computed_for_the_new_grid():
+    source = shaken(positions="sincos2d")
+    target = shaken(positions="sincos2d", image_size=24)
     transfer(target, source)
     assert torch.equal(target.pos_embed[0], sincos_position_embedding((6, 6), width=24))
     source = shaken(positions="sincos2d_mae")
@@ -138,14 +129,10 @@ def test_fixed_positions_are_computed_for_the_new_grid() -> None:
     torch.testing.assert_close(*features)
 
 
-@pytest.mark.parametrize("with_position", [True, False])
-def test_adding_or_removing_the_class_position_keeps_features(
-    with_position: bool,
-) -> None:
-    source, target = (
-        shaken(class_position=with_position),
-        shaken(class_position=not with_position),
-    )
+@every(with_position="true, false")
+def test_adding_or_removing_the_class_position_keeps_features(with_position):
+    source = shaken(class_position=with_position)
+    target = shaken(class_position=not with_position)
     before = target.forward_features(IMAGES)
     transfer(target, source)
     features = target.forward_features(IMAGES)
@@ -153,8 +140,9 @@ def test_adding_or_removing_the_class_position_keeps_features(
     assert not torch.allclose(features, before, atol=1e-2)
 
 
-def test_a_model_sees_upsized_patches_as_their_originals() -> None:
-    source, target = shaken(), shaken(patch_size=8, image_size=32)
+def test_a_model_sees_upsized_patches_as_their_originals():
+    source = shaken()
+    target = shaken(patch_size=8, image_size=32)
     transfer(target, source, keep_head=True, resize_patches=True)
     patches = IMAGES.unfold(2, 4, 4).unfold(3, 4, 4).reshape(2, 48, 4, 4)
     upsized = F.interpolate(patches, size=(8, 8), mode="bilinear").reshape(
@@ -164,7 +152,7 @@ def test_a_model_sees_upsized_patches_as_their_originals() -> None:
     assert torch.allclose(target(upsized), source(IMAGES), atol=1e-4)
 
 
-def test_patches_are_resized_as_flexivit_does() -> None:
+def test_patches_are_resized_as_flexivit_does():
     """The least-squares solution for all patches, which are resized without smoothing."""
     for old, new in ((4, 8), (8, 4), (4, 6)):
         source = shaken(patch_size=old, image_size=48)
@@ -187,9 +175,7 @@ def test_patches_are_resized_as_flexivit_does() -> None:
 - [{}, {depth: 2}, 'blocks.1.attn.proj.bias: model .24,., checkpoint lacks it']
 - [{}, {patch_size: 8}, 'model \(24, 3, 8, 8\)(?s:.*)init_patch=resize']
 """)
-def test_another_kind_of_model_is_refused_by_name(
-    source: dict[str, object], target: dict[str, object], row: str
-) -> None:
+def test_another_kind_of_model_is_refused_by_name(source, target, row):
     """Nothing is loaded then."""
     model = shaken(**target)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -202,7 +188,7 @@ def test_another_kind_of_model_is_refused_by_name(
     )
 
 
-def test_a_wrong_grid_is_refused() -> None:
+def test_a_wrong_grid_is_refused():
     for options in ({}, {"num_registers": 2}):
         model = shaken(**options)
         with refused("does not hold"):
@@ -255,7 +241,8 @@ def cubic(
         return matrix
 
     rows, columns, _ = grid_RCD.shape
-    along_rows, along_columns = weights(rows, size[0]), weights(columns, size[1])
+    along_rows = weights(rows, size[0])
+    along_columns = weights(columns, size[1])
     grid = grid_RCD.double().numpy()
     return torch.from_numpy(
         np.einsum("ir,jc,rcd->ijd", along_rows, along_columns, grid)
@@ -270,9 +257,8 @@ REFERENCES = {
 }
 
 
-@pytest.mark.parametrize("prefix", [0, 2])
-@pytest.mark.parametrize("convention", REFERENCES)
-def test_conventions_equal_independent_references(convention: str, prefix: int) -> None:
+@every(convention=REFERENCES, prefix="0, 2")
+def test_conventions_equal_independent_references(convention, prefix):
     """14 x 14 to the grids of 112 x 448 (as many tokens) and 384 x 512 px, a smaller one, and from
     no square."""
     for grids in ("14x14 7x28", "14x14 24x32", "14x14 9x9", "4x5 3x9"):
@@ -298,7 +284,7 @@ def test_conventions_equal_independent_references(convention: str, prefix: int) 
 - [[3, 7]]
 - [[37, 37]]
 """)
-def test_fixed_positions_equal_a_slow_table(grid: tuple[int, int]) -> None:
+def test_fixed_positions_equal_a_slow_table(grid):
     """Columns first; big_vision's frequencies include 1 / 10,000, MAE's stop short of it."""
     for function, steps in (
         (sincos_position_embedding, 5),

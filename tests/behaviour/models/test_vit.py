@@ -1,22 +1,19 @@
 """The Vision Transformer: options against plain functions, start against the papers, outputs."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
 
-from tests.support.tables import Values, rows
+from tests.support.tables import rows
 from vitscale.models import costs
 from vitscale.models.costs import num_parameters
 from vitscale.models.interface import InFp32, SharedDropPath
 from vitscale.models.positions import sincos_position_embedding
 from vitscale.models.registry import MODELS
-from vitscale.models.settings import Architecture, TimmSettings, ViTSettings
+from vitscale.models.settings import TimmSettings, ViTSettings
 from vitscale.models.vit import build_model, compile_blocks, decayed, layers_above
 
 SMALL = ViTSettings(
@@ -25,15 +22,15 @@ SMALL = ViTSettings(
 PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-def arch_of(*, num_classes: int = 5, **changes: object) -> ViTSettings:
+def arch_of(*, num_classes: int = 5, **changes) -> ViTSettings:
     return SMALL.model_copy(update=changes).resolved(num_classes=num_classes)
 
 
-def small(**changes: Any) -> Any:
+def small(**changes):
     return build_model(arch_of(**changes), seed=3)
 
 
-def shaken(**changes: Any) -> Any:
+def shaken(**changes):
     """A model in double precision in which no weight is zero and the eps of the norms matters."""
     model = small(**changes).double().eval()
     random = torch.Generator().manual_seed(0)
@@ -42,11 +39,9 @@ def shaken(**changes: Any) -> Any:
             parameter.add_(
                 torch.randn(parameter.shape, generator=random).double() * 0.05
             )
-            if name.split(".")[0] in (
-                "patch_embed",
-                "cls_token",
-                "pos_embed",
-                "reg_token",
+            if (
+                name.split(".")[0]
+                in "patch_embed cls_token pos_embed reg_token".split()
             ):
                 parameter.mul_(0.02)
     return model
@@ -69,27 +64,31 @@ OPTIONS = yaml.safe_load("""
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @torch.no_grad()
-def test_forward_and_count_equal_independent_references(
-    options: Values,
-) -> None:
-    model, arch = shaken(**options), arch_of(**options)
+def test_forward_and_count_equal_independent_references(options):
+    model = shaken(**options)
+    arch = arch_of(**options)
     weights = {**dict(model.named_parameters()), "pos_embed": model.pos_embed}
     facts = {"gelu": arch.gelu, "eps": arch.layer_norm_eps, "pool": arch.pool}
     logits = model(PIXELS.double())
     expected = vit_logits(weights, PIXELS.double(), **facts)
     assert torch.allclose(logits, expected, atol=1e-10)
-    embedding, images = model.patch_embed.proj, PIXELS.double()[:, :, :12]
+
+    # The patch embedding as a product is the convolution.
+    embedding = model.patch_embed.proj
+    images = PIXELS.double()[:, :, :12]
     assert torch.allclose(embedding.product(images), embedding(images), atol=1e-12)
+
     # The comparison is sensitive: another GELU or another eps fails.
     for wrong in ({"gelu": "erf" if arch.gelu == "tanh" else "tanh"}, {"eps": 3e-6}):
         other = vit_logits(weights, PIXELS.double(), **(facts | wrong))
         assert not torch.allclose(logits, other, atol=1e-7)
     assert sum(p.numel() for p in model.parameters()) == num_parameters(arch)
     assert model.patch_embed.num_patches + model.num_prefix_tokens == arch.num_tokens
+
+    # Norms, biases and tokens are not decayed.
     kept = [name for name, p in model.named_parameters() if decayed(name, p)]
-    assert {"patch_embed.proj.weight"} < set(kept) and all(
-        n.endswith("weight") for n in kept
-    )
+    assert {"patch_embed.proj.weight"} < set(kept)
+    assert all(n.endswith("weight") for n in kept)
     assert not any("norm" in name or "token" in name for name in kept)
 
 
@@ -99,7 +98,7 @@ def test_forward_and_count_equal_independent_references(
 - [104, 240]
 - [24, 96]
 """)
-def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int) -> None:
+def test_mlps_have_the_width_that_is_asked_for(width, mlp_width):
     """timm rounds the product of width and ratio down."""
     for mlp in ("gelu", "swiglu"):
         model = small(width=width, mlp_width=mlp_width, mlp=mlp)
@@ -117,16 +116,16 @@ def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int) -> No
 - [{attention_dropout: 0.1}]
 - [{head_std: 0.1}]
 """)
-def test_options_do_not_change_the_other_weights_of_a_seed(
-    options: Values,
-) -> None:
+def test_options_do_not_change_the_other_weights_of_a_seed(options):
+    # Both have it: it changes the shape of the position embedding.
     alike = {key: options[key] for key in options if key == "class_position"}
-    plain, changed = small(**alike).state_dict(), small(**options).state_dict()
+    plain = small(**alike).state_dict()
+    changed = small(**options).state_dict()
     different = [name for name in plain if not torch.equal(plain[name], changed[name])]
     assert different == (["head.weight"] if "head_std" in options else [])
 
 
-def test_fixed_positions_are_neither_trained_nor_saved() -> None:
+def test_fixed_positions_are_neither_trained_nor_saved():
     model = small(positions="sincos2d", dropout=0.5)
     assert "pos_embed" not in model.state_dict() | dict(model.named_parameters())
     assert torch.equal(model.pos_embed[0], sincos_position_embedding((4, 4), width=24))
@@ -134,7 +133,7 @@ def test_fixed_positions_are_neither_trained_nor_saved() -> None:
     assert zeros > 0.3  # dropout follows fixed positions too
 
 
-def test_flax_initialisation() -> None:
+def test_flax_initialisation():
     """models_vit.py; the layer that names no initialisation there has Flax's default."""
     model = small(width=96, num_heads=4, representation_layer=True, num_registers=3)
     bound = math.sqrt(6 / (96 + 96))
@@ -145,17 +144,18 @@ def test_flax_initialisation() -> None:
     assert model.head[0].weight.abs().max().item() == pytest.approx(
         2 * std / 0.8796, rel=0.01
     )
+
+    # Registers start near zero, and not alike: equal ones would stay equal.
     registers = model.reg_token[0]
-    assert 0 < registers.abs().max() < 1e-5 and not torch.equal(
-        registers[0], registers[1]
-    )
+    assert 0 < registers.abs().max() < 1e-5
+    assert not torch.equal(registers[0], registers[1])
     large = {"image_size": 128, "width": 96, "num_heads": 4}
     for name, std in (("vit", 0.02), ("big_vision", 1 / math.sqrt(96))):
         spread = small(**large, position_init=name).pos_embed.std().item()
         assert spread == pytest.approx(std, rel=0.02)
 
 
-def test_deit_initialisation() -> None:
+def test_deit_initialisation():
     """DeiT-III's models_v2.py: N(0, 0.02) everywhere; patches U(+-1 / sqrt(fan-in)), PyTorch's."""
     model = small(
         weight_init="deit",
@@ -165,10 +165,12 @@ def test_deit_initialisation() -> None:
         distillation_token=True,
     )
     weights = dict(model.named_parameters())
-    normal = ["cls_token", "dist_token", "pos_embed", "blocks.1.attn.qkv.weight"]
+    normal = "cls_token dist_token pos_embed blocks.1.attn.qkv.weight".split()
     for name in (*normal, "blocks.0.mlp.fc1.weight", "head.weight", "head_dist.weight"):
         assert weights[name].std().item() == pytest.approx(0.02, rel=0.2), name
     assert not torch.equal(weights["head.weight"], weights["head_dist.weight"])
+
+    # The fan-in of a patch of 4 x 4 pixels and 3 channels.
     bound = 1 / math.sqrt(48)
     patches = weights["patch_embed.proj.weight"]
     assert 0.98 * bound < patches.abs().max().item() <= bound
@@ -176,10 +178,11 @@ def test_deit_initialisation() -> None:
     biases = [
         p for name, p in weights.items() if name.endswith(("fc1.bias", "qkv.bias"))
     ]
-    assert biases and not any(p.any() for p in biases)
+    assert biases
+    assert not any(p.any() for p in biases)
 
 
-def test_the_head_starts_at_its_bias() -> None:
+def test_the_head_starts_at_its_bias():
     assert torch.equal(small(head_bias=-10.0)(PIXELS), torch.full((2, 5), -10.0))
     last = small(head_bias=-10.0, head_std=2e-2, representation_layer=True).head[-1]
     assert last.bias.tolist() == [-10.0] * 5
@@ -189,9 +192,7 @@ def test_the_head_starts_at_its_bias() -> None:
 # ---- regularisation -----------------------------------------------------------------------------
 
 
-def test_dropout_is_after_dense_layers_but_qkv_and_drop_path_grows_or_is_constant() -> (
-    None
-):
+def test_dropout_is_after_dense_layers_but_qkv_and_drop_path_grows_or_is_constant():
     model = small(dropout=0.3)
     block = model.blocks[0]
     assert (
@@ -200,9 +201,10 @@ def test_dropout_is_after_dense_layers_but_qkv_and_drop_path_grows_or_is_constan
         == block.mlp.drop2.p
         == model.pos_drop.p
     )
-    assert (model.pos_drop.p, block.attn.attn_drop.p) == (0.3, 0.0)
+    assert model.pos_drop.p == 0.3
+    assert block.attn.attn_drop.p == 0.0
 
-    def rates(**how: str) -> list[float]:
+    def rates(**how):
         blocks = small(drop_path=0.3, depth=4, **how).blocks
         return [getattr(block.drop_path2, "drop_prob", 0.0) for block in blocks]
 
@@ -211,7 +213,7 @@ def test_dropout_is_after_dense_layers_but_qkv_and_drop_path_grows_or_is_constan
 
 
 @pytest.mark.slow
-def test_blocks_of_different_rates_are_compiled_once() -> None:
+def test_blocks_of_different_rates_are_compiled_once():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = small(depth=4, drop_path=0.3)
@@ -221,9 +223,11 @@ def test_blocks_of_different_rates_are_compiled_once() -> None:
     rates = {m.rate.item() for m in model.modules() if isinstance(m, SharedDropPath)}
     assert len(rates) == 3  # the first block has none
     model(PIXELS).sum().backward()
+
     # Without drop path in the first block, with it in the others.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    ones, drop = torch.ones(20_000, 1, 1), SharedDropPath(0.3)
+    ones = torch.ones(20_000, 1, 1)
+    drop = SharedDropPath(0.3)
     found = drop(ones)
     assert set(found.unique().tolist()) == {0.0, torch.tensor(1 / 0.7).item()}
     assert abs((found == 0).float().mean().item() - 0.3) < 0.02
@@ -234,7 +238,7 @@ def test_blocks_of_different_rates_are_compiled_once() -> None:
 
 
 @torch.no_grad()
-def test_outputs_are_what_their_names_say() -> None:
+def test_outputs_are_what_their_names_say():
     model = small(
         depth=5, num_registers=1, representation_layer=True, head_std=0.1
     ).eval()
@@ -251,7 +255,7 @@ def test_outputs_are_what_their_names_say() -> None:
     tokens = mean.forward_features(PIXELS)
     assert torch.equal(mean(PIXELS, output="features"), tokens.mean(dim=1))
 
-    def tokens_after(num_blocks: int) -> torch.Tensor:
+    def tokens_after(num_blocks):
         cls, register = (
             token.expand(2, 1, 24) for token in (model.cls_token, model.reg_token)
         )
@@ -266,57 +270,55 @@ def test_outputs_are_what_their_names_say() -> None:
     assert torch.allclose(found, torch.cat(expected, dim=1), atol=1e-6)
 
 
-def test_a_distilled_model_has_a_head_for_each_token() -> None:
+def test_a_distilled_model_has_a_head_for_each_token():
     model = small(distillation_token=True, head_std=0.1)
     heads = model(PIXELS, output="heads")
     tokens = model.forward_features(PIXELS)
     assert torch.equal(heads[0], model.head(tokens[:, 0]))
     assert torch.equal(heads[1], model.head_dist(tokens[:, 1]))
     assert torch.equal(model(PIXELS, output="features"), tokens[:, :2].mean(dim=1))
+
     # Training without a teacher trains both heads, through the mean that is used at test.
     torch.testing.assert_close(model(PIXELS), torch.stack(heads).mean(dim=0))
     model(PIXELS).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     arch = arch_of(distillation_token=True)
-    assert (
-        layers_above("dist_token", arch),
-        layers_above("head_dist.weight", arch),
-    ) == (3, 0)
+    assert layers_above("dist_token", arch) == 3
+    assert layers_above("head_dist.weight", arch) == 0
 
 
 # ---- settings -----------------------------------------------------------------------------------
 
 
-def test_resolved_settings_stay_as_they_are() -> None:
+def test_resolved_settings_stay_as_they_are():
     settings = ViTSettings(preset="B/16", depth=2)
     arch = settings.resolved(num_classes=7)
-    assert (arch.width, arch.depth, arch.patch_size, arch.num_classes) == (
-        768,
-        2,
-        16,
-        7,
-    )
-    assert arch.resolved(num_classes=9) == arch and settings.width is None
+    assert arch.width == 768
+    assert arch.depth == 2
+    assert arch.patch_size == 16
+    assert arch.num_classes == 7
+    assert arch.resolved(num_classes=9) == arch
+    assert settings.width is None
 
 
 # ---- every family --------------------------------------------------------------------------------
 
 # Where the defaults at 32 px are not enough.
-FAMILIES: dict[str, Architecture] = {
+FAMILIES = {
     "vit": SMALL.model_copy(update={"image_size": 32, "distillation_token": True}),
     "timm": TimmSettings(image_size=32, model="test_convnext"),
 }
 
 
 @pytest.fixture(params=MODELS)
-def model(request: pytest.FixtureRequest) -> Any:
+def model(request):
     family = MODELS[request.param]
     settings = FAMILIES.get(request.param) or family.Settings(image_size=32)
     arch = settings.resolved(num_classes=5)
     return family.load().build_model(arch, seed=0)
 
 
-def test_the_objective_takes_further_inputs(model: Any) -> None:
+def test_the_objective_takes_further_inputs(model):
     images = torch.zeros(1, 3, 32, 32)
     with pytest.raises(AssertionError, match="feature"):
         model(images, output="feature")
@@ -324,13 +326,11 @@ def test_the_objective_takes_further_inputs(model: Any) -> None:
     assert torch.equal(model(images + 1, output="objective", factor=2), images + 2)
 
 
-def test_logits_are_in_fp32_in_a_model_in_bf16(model: Any) -> None:
+def test_logits_are_in_fp32_in_a_model_in_bf16(model):
     """Near -10, where bf16 has steps of 0.06; also under autocast, as at ZeRO stage 0."""
-    heads: list[Any] = [
-        module for module in model.modules() if isinstance(module, InFp32)
-    ]
+    heads = [module for module in model.modules() if isinstance(module, InFp32)]
     assert len(heads) == (2 if "heads" in model.known_outputs else 1)
-    originals: dict[str, torch.Tensor] = {}
+    originals = {}
     for head in heads:
         torch.nn.init.normal_(head.weight, std=0.1)
         torch.nn.init.normal_(head.bias, mean=-10)
@@ -364,7 +364,7 @@ class Scaled(torch.nn.Module):
 # ---- costs ---------------------------------------------------------------------------------------
 
 
-def published(preset: str, num_classes: int = 1000, **settings: object) -> ViTSettings:
+def published(preset: str, num_classes: int = 1000, **settings) -> ViTSettings:
     model = ViTSettings.model_validate({"preset": preset, **settings})
     return model.resolved(num_classes=num_classes)
 
@@ -378,9 +378,7 @@ def published(preset: str, num_classes: int = 1000, **settings: object) -> ViTSe
 - [S/16, {distillation_token: true}, 22436432]
 - [B/16, {distillation_token: true, image_size: 384}, 87630032]
 """)
-def test_sizes_have_the_published_number_of_parameters(
-    preset: str, options: dict[str, object], expected: int
-) -> None:
+def test_sizes_have_the_published_number_of_parameters(preset, options, expected):
     assert costs.num_parameters(published(preset, **options)) == expected
 
 
@@ -392,13 +390,13 @@ def test_sizes_have_the_published_number_of_parameters(
 - [L/14, 81.08]
 - [H/14, 167.4]
 """)
-def test_flops_match_published_multiply_adds(preset: str, gmacs: float) -> None:
+def test_flops_match_published_multiply_adds(preset, gmacs):
     assert costs.train_flops_per_image(published(preset)) / 6e9 == pytest.approx(
         gmacs, rel=2e-3
     )
 
 
-def test_activations_match_34_bytes_per_token_channel_and_block() -> None:
+def test_activations_match_34_bytes_per_token_channel_and_block():
     arch = published("L/16")
     kept = costs.activation_bytes_per_image(
         arch, precision="bf16", activation_checkpointing=False
@@ -422,9 +420,7 @@ def test_activations_match_34_bytes_per_token_channel_and_block() -> None:
 - [bf16, 2, 4]
 - [bf16, 3, 2.25]
 """)
-def test_zero_stages_shard_what_the_paper_says(
-    precision: str, stage: int, bytes_per_parameter: float
-) -> None:
+def test_zero_stages_shard_what_the_paper_says(precision, stage, bytes_per_parameter):
     arch = published("L/16")
     memory = costs.memory_estimate(
         arch, costs=costs, zero_stage=stage, world_size=8, precision=precision, micro_batch=64,
@@ -459,16 +455,19 @@ def vit_logits(
             x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps
         )
 
-    kernel, bias = w["patch_embed.proj.weight"], w["patch_embed.proj.bias"]
+    kernel = w["patch_embed.proj.weight"]
+    bias = w["patch_embed.proj.bias"]
     x = F.conv2d(images, kernel, bias, stride=kernel.shape[-1]).flatten(2).mT
-    num, each = x.shape[1], (len(x), -1, -1)
+    num = x.shape[1]
+    each = (len(x), -1, -1)
     prefix = [w["cls_token"].expand(each)] if "cls_token" in w else []
     if w["pos_embed"].shape[1] == num:
         x = torch.cat([*prefix, x + w["pos_embed"]], dim=1)
     else:
         x = torch.cat([*prefix, x], dim=1) + w["pos_embed"]
     if "reg_token" in w:
-        first, rest = x[:, : len(prefix)], x[:, len(prefix) :]
+        first = x[:, : len(prefix)]
+        rest = x[:, len(prefix) :]
         x = torch.cat([first, w["reg_token"].expand(each), rest], dim=1)
     for of in ("blocks.0", "blocks.1"):
         qkv = dense(f"{of}.attn.qkv", norm(f"{of}.norm1", x)).chunk(3, dim=-1)

@@ -1,7 +1,5 @@
 """Weights of other code bases give the logits of their own libraries; bad files are refused."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -21,7 +19,7 @@ from torch import nn
 
 from tests.support.engine.small_models import export, small_model
 from tests.support.golden import FOLDER
-from tests.support.tables import Values, refused, rows, words
+from tests.support.tables import every, refused, rows
 from vitscale.evaluation.trained_model import TrainedModel, open_model
 from vitscale.models.costs import num_parameters
 from vitscale.models.settings import ViTSettings
@@ -41,7 +39,7 @@ TINY = "vit_tiny_patch16_224"
 
 
 @torch.no_grad()
-def shaken(model: nn.Module) -> Any:
+def shaken(model: nn.Module):
     """No parameter is at its usual start, where a lost one could go unnoticed."""
     random = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -69,14 +67,13 @@ def check(ours: TrainedModel, expected: torch.Tensor, output: str = "logits") ->
 - [Dinov2, {use_swiglu_ffn: true}]
 - [Dinov2WithRegisters, {}]
 """)
-def test_hugging_face_classifiers_give_their_logits(
-    tmp_path: Path, kind: str, more: Values
-) -> None:
+def test_hugging_face_classifiers_give_their_logits(tmp_path, kind, more):
     config = getattr(transformers, f"{kind}Config")(**SMALL, id2label=NAMES, **more)
     theirs = shaken(getattr(transformers, f"{kind}ForImageClassification")(config))
     theirs.save_pretrained(tmp_path)
     ours, smaller = (open_model(str(tmp_path), image_size=s) for s in (None, 14))
     images = IMAGES[:, :, ::2, ::2]
+
     # DINOv2 resamples its positions unasked.
     asked = {} if "Dinov2" in kind else {"interpolate_pos_encoding": True}
     with torch.no_grad():
@@ -84,15 +81,16 @@ def test_hugging_face_classifiers_give_their_logits(
         expected = theirs(images, **asked).logits
         torch.testing.assert_close(smaller.network(images), expected)
     assert ours.classes == tuple(NAMES.values())
-    assert (ours.arch.image_size, ours.num_classes) == (SIZE, 5)
+    assert ours.arch.image_size == SIZE
+    assert ours.num_classes == 5
     assert kind != "ViT" or "assumed mean=(0.5, 0.5, 0.5), std=" in ours.source
 
 
 TRUNKS = ("ViT", "ViTMAE", "DeiT", "Dinov2", "Dinov2WithRegisters")
 
 
-@pytest.mark.parametrize("kind", TRUNKS)
-def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> None:
+@every(kind=TRUNKS)
+def test_hugging_face_trunks_give_their_features(tmp_path, kind):
     """The class token; with a distillation token the mean of both, as timm and our exports."""
     config = getattr(transformers, f"{kind}Config")(**SMALL)
     theirs = shaken(getattr(transformers, f"{kind}Model")(config))
@@ -108,6 +106,8 @@ def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> N
         expected = tokens.mean(dim=1)
     for name in ("whole", "sharded"):
         check(open_model(str(tmp_path / name)), expected, "features")
+
+    # An index may name files of its own folder only.
     index = tmp_path / "sharded/model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../whole/model.safetensors"}}))
     with refused("cannot be read|damaged"):
@@ -127,8 +127,10 @@ def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> N
 - [vit_giant_patch14_dinov2, {}]
 - [vit_base_patch16_siglip_224, {}]
 """)
-def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: Values) -> None:
+def test_timms_folders_give_its_logits(tmp_path, name, more):
     theirs = shaken(timm.create_model(name, **TIMM, **more))
+
+    # Not the default, which would be right without being read.
     theirs.pretrained_cfg["crop_pct"] = 0.93
     synsets = ["cat", *(f"n0144076{label}" for label in range(1, 5))]
     config = {"label_names": synsets}
@@ -137,6 +139,7 @@ def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: Values) 
     ours = open_model(str(tmp_path))
     with torch.no_grad():
         check(ours, theirs(IMAGES))
+
     # Descriptions are read instead of synsets.
     assert ours.classes == (*synsets[:4], "tench, Tinca tinca")
     assert ours.preprocessing.mean == theirs.pretrained_cfg["mean"]
@@ -160,9 +163,7 @@ def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: Values) 
 - [vit_so150m_patch16_reg4_map_256, {}]  # positions of registers
 """)
 @torch.no_grad()
-def test_other_vits_of_timm_are_of_its_family(
-    tmp_path: Path, name: str, more: Values
-) -> None:
+def test_other_vits_of_timm_are_of_its_family(tmp_path, name, more):
     theirs = shaken(timm.create_model(name, **TIMM, **more))
     save_for_hf(theirs, tmp_path, model_args=TIMM | more)
     found = open_model(str(tmp_path))
@@ -170,13 +171,11 @@ def test_other_vits_of_timm_are_of_its_family(
     assert torch.allclose(found.network(IMAGES), theirs(IMAGES), atol=1e-5)
 
 
-@words(name="deit3_small_patch16_224 vit_small_patch14_reg4_dinov2")
-def test_a_bare_file_needs_only_its_heads(tmp_path: Path, name: str) -> None:
+@every(name="deit3_small_patch16_224, vit_small_patch14_reg4_dinov2")
+def test_a_bare_file_needs_only_its_heads(tmp_path, name):
     """Its width of 32 is of no known model. Positions are resampled to another image size."""
-    theirs, path = (
-        shaken(timm.create_model(name, **TIMM)),
-        str(tmp_path / "bare.safetensors"),
-    )
+    theirs = shaken(timm.create_model(name, **TIMM))
+    path = str(tmp_path / "bare.safetensors")
     weights = theirs.state_dict()
     if name.startswith("deit3"):  # its authors' names
         scales = [name for name in weights if ".ls" in name]
@@ -191,6 +190,8 @@ def test_a_bare_file_needs_only_its_heads(tmp_path: Path, name: str) -> None:
     with torch.no_grad():
         check(ours, theirs(IMAGES))
     assert "assumed gelu=erf, layer_norm_eps=1e-06, mean=(0.485" in ours.source
+
+    # What is given is not assumed, and is not said to be.
     larger = open_model(
         path,
         model=ViTSettings(num_heads=4, gelu="tanh"),
@@ -200,7 +201,8 @@ def test_a_bare_file_needs_only_its_heads(tmp_path: Path, name: str) -> None:
     )
     assert "assumed layer_norm_eps=1e-06, std=" in larger.source
     assert larger.preprocessing.mean == (0.5,) * 3
-    assert larger.preprocessing.image_size == 2 * SIZE and larger.arch.grid == (8, 8)
+    assert larger.preprocessing.image_size == 2 * SIZE
+    assert larger.arch.grid == (8, 8)
     assert larger.network(torch.zeros(2, 3, 2 * SIZE, 2 * SIZE)).shape == (2, 5)
     with refused("30 px is not a multiple of the 7 px patch"):
         open_model(path, model=chosen, image_size=30)
@@ -226,11 +228,11 @@ def npz(path: Path, content: Arrays, *, prefix: str = "") -> Path:
 @torch.no_grad()
 def opened(path: Path) -> torch.Tensor:
     images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-    found: torch.Tensor = open_model(str(path)).network(images)
+    found = open_model(str(path)).network(images)
     return found
 
 
-def test_layouts_of_older_and_larger_files_are_read(tmp_path: Path) -> None:
+def test_layouts_of_older_and_larger_files_are_read(tmp_path):
     """Blocks stacked by `scan=True`, a text tower, optimiser states, bf16 as NumPy has it."""
     content = big_vision(tmp_path)
     expected = opened(npz(tmp_path / "plain.npz", content, prefix="params/"))
@@ -253,7 +255,7 @@ def test_layouts_of_older_and_larger_files_are_read(tmp_path: Path) -> None:
     assert torch.equal(found, opened(npz(tmp_path / "fp32.npz", exact)))
 
 
-def test_positions_form_a_square(tmp_path: Path) -> None:
+def test_positions_form_a_square(tmp_path):
     content = big_vision(tmp_path) | {
         "pos_embedding": np.zeros((1, 19, 24), np.float32)
     }
@@ -265,11 +267,12 @@ def test_positions_form_a_square(tmp_path: Path) -> None:
 
 
 # Made once, all parameters random: `google` has the logits of timm's reader, `own` is our export.
-@words(kind="google timm vit deit dinov2 own")
-def test_stored_weights_still_give_the_logits_of_their_libraries(kind: str) -> None:
+@every(kind="google, timm, vit, deit, dinov2, own")
+def test_stored_weights_still_give_the_logits_of_their_libraries(kind):
     folder = FOLDER / "weights" / kind
     expected = json.loads((folder / "expected.json").read_text())
-    path, numbers = folder / "model.npz", torch.arange(2 * 3 * 8 * 8)
+    path = folder / "model.npz"
+    numbers = torch.arange(2 * 3 * 8 * 8)
     loaded = open_model(str(path if path.exists() else folder))
     images = ((numbers * numbers * 37 + numbers * 11) % 255 / 127 - 1).reshape(
         2, 3, 8, 8
@@ -301,32 +304,23 @@ def under(prefix: str) -> dict[str, torch.Tensor]:
     return {f"{prefix}{name}": value for name, value in STATE.items()}
 
 
-CHUNKED = {n.replace("blocks.0.", "blocks.0.0."): v for n, v in STATE.items()}
+OF_MAE = {"optimizer": {"state": {0: {"step": 1}}}, "epoch": 3, "args": ARGS}
+PARAMETERS = {name: torch.nn.Parameter(value) for name, value in STATE.items()}
+CONTENTS = {
+    "mae": {"model": STATE, **OF_MAE},
+    "timm": {"state_dict": under("module.")},
+    "dino": {"student": {}, "teacher": under("module.backbone."), "epoch": 1},
+    "dinov2": {"teacher": under("backbone.") | HEADS_OF_DINO},
+    "parameters": {"model": PARAMETERS},
+    "chunks": {n.replace("blocks.0.", "blocks.0.0."): v for n, v in STATE.items()},
+}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        {
-            "model": STATE,
-            "optimizer": {"state": {0: {"step": 1}}},
-            "epoch": 3,
-            "args": ARGS,
-        },
-        {"state_dict": under("module.")},
-        {"student": {}, "teacher": under("module.backbone."), "epoch": 1},
-        {"teacher": under("backbone.") | HEADS_OF_DINO},
-        {"model": {name: torch.nn.Parameter(value) for name, value in STATE.items()}},
-        CHUNKED,
-    ],
-    ids=["mae", "timm", "dino", "dinov2", "parameters", "chunks"],
-)
-@words(kind="zip old")
-def test_files_of_trainers_load_as_their_weights(
-    tmp_path: Path, content: Any, kind: str
-) -> None:
+@every(kind="zip, old", trainer=CONTENTS)
+def test_files_of_trainers_load_as_their_weights(tmp_path, trainer, kind):
     path = tmp_path / "model.pth"
-    torch.save(content, path, _use_new_zipfile_serialization=kind != "old")
+    is_zip = kind == "zip"
+    torch.save(CONTENTS[trainer], path, _use_new_zipfile_serialization=is_zip)
     found = read_weights(path)
     assert found.grid == (3, 3)
     assert found.tensors.keys() - {"mask_token"} == STATE.keys()
@@ -344,9 +338,7 @@ def test_files_of_trainers_load_as_their_weights(
 - [1664, 16]
 - [640, 10]
 """)
-def test_heads_are_those_of_the_known_model(
-    tmp_path: Path, width: int, heads: int
-) -> None:
+def test_heads_are_those_of_the_known_model(tmp_path, width, heads):
     path = tmp_path / "bare.safetensors"
     sizes = {"width": width, "num_heads": heads, "depth": 1, "mlp_width": 8}
     save_file(small_model(**sizes).network.state_dict(), path)
@@ -359,17 +351,19 @@ def test_heads_are_those_of_the_known_model(
 class Trap:
     """Unpickled, it would create a file."""
 
-    def __init__(self, path: Path, make: Any = Path.touch) -> None:
-        self.path, self.make = path, make
+    def __init__(self, path: Path, make=Path.touch) -> None:
+        self.path = path
+        self.make = make
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (self.make, (self.path,))
 
 
 # torch words it otherwise for modules that it always refuses, such as os.
-@words(kind="zip old os npz")
-def test_pickles_that_run_code_are_refused_unread(tmp_path: Path, kind: str) -> None:
-    sprung, path = tmp_path / "sprung", tmp_path / "trap.pth"
+@every(kind="zip, old, os, npz")
+def test_pickles_that_run_code_are_refused_unread(tmp_path, kind):
+    sprung = tmp_path / "sprung"
+    path = tmp_path / "trap.pth"
     if kind == "npz":
         path = npz(
             tmp_path / "trap.npz",
@@ -394,11 +388,11 @@ def test_pickles_that_run_code_are_refused_unread(tmp_path: Path, kind: str) -> 
         assert sprung.exists()
 
 
-def test_bad_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_bad_files_are_refused_in_one_sentence(tmp_path):
     whole = npz(tmp_path / "whole.npz", big_vision(tmp_path)).read_bytes()
     torch.save(STATE, tmp_path / "whole.pth")
     middle = len(whole) // 2
-    bad: Values = {
+    bad = {
         "cut.npz": whole[:middle],
         # zip's own checksum detects a byte that changed.
         "changed.npz": whole[:middle]
@@ -415,7 +409,8 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with refused("is damaged or not a weights file") as caught:
             read_weights(tmp_path / name)
-        assert name in str(caught.value) and len(str(caught.value).splitlines()) <= 3
+        assert name in str(caught.value)
+        assert len(str(caught.value).splitlines()) <= 3
     for content, message in (
         ({"model": {"x": 1}}, "'x' is not a tensor"),
         ([torch.ones(1)], "contains no named tensors"),
@@ -431,29 +426,28 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Path:
+def weights(tmp_path) -> Path:
     model = timm.create_model(TINY, **TIMM | {"embed_dim": 192, "depth": 1})
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
-@pytest.mark.parametrize("names", [["cat"], {"cat": 0}])
-def test_names_that_are_not_those_of_the_outputs_are_refused(
-    weights: Path, names: Any
-) -> None:
+@every(names="[cat], {cat: 0}")
+def test_names_that_are_not_those_of_the_outputs_are_refused(weights, names):
     (weights.parent / "classes.json").write_text(json.dumps(names))
     with refused("1 names of classes for the model's 5 outputs|is no list"):
         open_model(str(weights))
 
 
-def test_what_is_no_model_is_one_error(tmp_path: Path, weights: Path) -> None:
+def test_what_is_no_model_is_one_error(tmp_path, weights):
     with refused(r"contains no model") as caught:
         open_model(str(tmp_path))
     assert "set init to the file model.safetensors" in str(caught.value)
-    assert "config.json" in str(caught.value) and "checkpoints/" in str(caught.value)
-    (tmp_path / "run.npz/checkpoints").mkdir(
-        parents=True
-    )  # a folder, whatever its name
+    assert "config.json" in str(caught.value)
+    assert "checkpoints/" in str(caught.value)
+
+    # A folder, whatever its name.
+    (tmp_path / "run.npz/checkpoints").mkdir(parents=True)
     with refused("run.npz: "):
         open_model(str(tmp_path / "run.npz"))
     (tmp_path / "model.ckpt").write_text("")
@@ -471,7 +465,7 @@ def test_what_is_no_model_is_one_error(tmp_path: Path, weights: Path) -> None:
 - [{architecture: vit_tiny_patch16_224, pretrained_cfg: x}, description is incomplete or invalid]
 - [{model_type: vit}, "incomplete or invalid .KeyError: 'num_attention_heads'"]
 """)
-def test_other_models_are_refused(weights: Path, config: Values, message: str) -> None:
+def test_other_models_are_refused(weights, config, message):
     (weights.parent / "config.json").write_text(json.dumps(config))
     with refused(message):
         open_model(str(weights.parent))

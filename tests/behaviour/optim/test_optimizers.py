@@ -3,14 +3,12 @@
 Their groups, decay and schedules in trainings: tests/behaviour/engine/test_reference.py.
 """
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
 
+from tests.support.tables import every, rows
 from vitscale.optim import optimizers
 from vitscale.optim.optimizers import (
     Bf16MomentumAdamW,
@@ -25,9 +23,7 @@ from vitscale.optim.settings import OPTIMIZERS, OptimSettings
     ("name", "momentum_dtype"),
     [*((name, "fp32") for name in OPTIMIZERS), ("adamw", "bf16")],
 )
-def test_table_lists_the_state_of_each_optimizer(
-    name: str, momentum_dtype: Any
-) -> None:
+def test_table_lists_the_state_of_each_optimizer(name, momentum_dtype):
     settings = OptimSettings(name=name, lr=0.1, momentum_dtype=momentum_dtype)
     weight = torch.nn.Parameter(torch.ones(4, 3))
     group = {"params": [weight], "weight_decay": 0.0}
@@ -43,10 +39,12 @@ def test_table_lists_the_state_of_each_optimizer(
     assert num_bytes / weight.numel() == settings.state_bytes_per_parameter
 
 
-@pytest.mark.parametrize(("gradient", "value"), [(3.0, -0.1), (0.0, 0.0)])
-def test_lamb_takes_the_step_of_adam_where_a_norm_is_zero(
-    gradient: float, value: float
-) -> None:
+@rows("""
+- [gradient, value]
+- [3.0, -0.1]
+- [0.0, 0.0]
+""")
+def test_lamb_takes_the_step_of_adam_where_a_norm_is_zero(gradient, value):
     """A fresh head has no size to keep; Adam's first step is one learning rate."""
     head = torch.nn.Parameter(torch.zeros(2, 4))
     optimizer = Lamb([{"params": [head], "weight_decay": 0.02}], lr=0.1)
@@ -55,7 +53,7 @@ def test_lamb_takes_the_step_of_adam_where_a_norm_is_zero(
     torch.testing.assert_close(head.detach(), torch.full((2, 4), value))
 
 
-def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps() -> None:
+def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps():
     """In fp64 except for the kept and the decayed moment; the update uses it before rounding."""
     beta1 = 0.9
     beta2 = 0.99
@@ -87,8 +85,8 @@ def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps() -> None:
     torch.testing.assert_close(weight.detach().double(), slow, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", MaskedOptimizer.__subclasses__())
-def test_found_inf_changes_nothing_and_grad_scale_divides(kind: type[Any]) -> None:
+@every(kind=MaskedOptimizer.__subclasses__())
+def test_found_inf_changes_nothing_and_grad_scale_divides(kind):
     """As the guard asks for; the very first update may be a skipped one."""
     scaled = torch.nn.Parameter(torch.ones(5, 3))
     divided = torch.nn.Parameter(torch.ones(5, 3))
@@ -118,15 +116,14 @@ def test_found_inf_changes_nothing_and_grad_scale_divides(kind: type[Any]) -> No
     assert not torch.equal(scaled, torch.ones(5, 3))
 
 
-def test_a_model_of_several_chunks_is_updated_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_of_several_chunks_is_updated_once(monkeypatch):
     """Large models are updated in parts; without decay LAMB's step is that of torch's Adam."""
     monkeypatch.setattr(optimizers, "CHUNK_ELEMENTS", 7)
     random = torch.Generator().manual_seed(0)
     slow = torch.randn(5, 4, generator=random).double().unbind()
     fast = [value.clone() for value in slow]
-    options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
+
     # Seven elements a chunk: borders fall between and within parameters.
     reference = torch.optim.Adam(slow, **options)
     optimizer = Lamb(fast, **options)

@@ -1,15 +1,11 @@
 """Recipes equal the published numbers: published_recipes.yaml, beside this file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
+from tests.support.tables import Values, every
 from vitscale.config.loader import load_run_file, read_yaml
 from vitscale.runs.training import TrainingRun, training_plan
 
@@ -37,20 +33,21 @@ PLAIN = dict(
 )
 
 
-def resolved(run: TrainingRun) -> dict[str, Any]:
+def resolved(run: TrainingRun) -> Values:
     """A recipe's values in the terms of the papers' tables."""
     data = run.data
     model = run.model
     optim = run.optim
     schedule = run.schedule
     plan = training_plan(run, world_size=1, num_samples=data.planned_num_samples or 0)
+
     # A term that is one setting is read as it is.
-    values: dict[str, Any] = {}
+    values = {}
     for key, path in PLAIN.items():
         section, name = path.split(".")
         values[key] = getattr(getattr(run, section), name, None)
 
-    def of(key: str) -> Any:
+    def of(key: str):
         """None for what a model of timm has no key for."""
         return getattr(model, key, None)
 
@@ -110,7 +107,7 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
     return values | augmentation(data.augment, data.mixing)
 
 
-def augmentation(augment: Any, mixing: Any) -> dict[str, Any]:
+def augmentation(augment, mixing) -> Values:
     randaugment = augment.randaugment
     erasing = augment.erasing
     values = {
@@ -130,9 +127,9 @@ def augmentation(augment: Any, mixing: Any) -> dict[str, Any]:
     return values
 
 
-def published(entry: dict[str, Any]) -> dict[str, Any]:
+def published(entry: Values) -> Values:
     """All keys of an entry of published_recipes.yaml."""
-    keys: dict[str, Any] = {}
+    keys = {}
     for base in entry.get("base", ()):
         keys |= published(TABLE["papers"][base])
     return keys | {key: value for key, value in entry.items() if key != "base"}
@@ -151,14 +148,14 @@ NO_RECIPE = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE["recipes"])
-def test_recipe_resolves_to_the_published_numbers(name: str) -> None:
+@every(name=TABLE["recipes"])
+def test_recipe_resolves_to_the_published_numbers(name):
     # YAML has lists and no tuples.
     values = json.loads(json.dumps(resolved(recipe(name))))
     assert values == published(TABLE["recipes"][name])
 
 
-def test_every_training_config_is_in_the_table() -> None:
+def test_every_training_config_is_in_the_table():
     # A recipe that nobody compared with its paper would be as good as its author's memory.
     listed = {f"{name}.yaml" for name in TABLE["recipes"].keys() | NO_RECIPE}
     paths = {str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml")}

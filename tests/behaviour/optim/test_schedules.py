@@ -1,9 +1,5 @@
 """Learning-rate curves at their end points."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
@@ -17,21 +13,21 @@ def rate(step: int, decay: str = "cosine", **plan: int) -> float:
     return learning_rate(step, schedule, peak=1.0, **plan)
 
 
-def test_decays_reach_their_middle_and_end() -> None:
+def test_decays_reach_their_middle_and_end():
     assert rate(60, "linear") == rate(60, "cosine") == pytest.approx(0.55)
     assert rate(110, "linear") == rate(110, "cosine") == pytest.approx(0.1)
     assert rate(109, "constant") == pytest.approx(1.0)
     assert rate(35, "linear") == pytest.approx(0.1 + 0.9 * 0.75)
 
 
-def test_decay_from_the_start_is_timms_cosine() -> None:
+def test_decay_from_the_start_is_timms_cosine():
     """DeiT-III's fine-tuning: 50 epochs, 5 of warm-up, 3e-4 to 1e-5."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
     timm = CosineLRScheduler(
         optimizer, t_initial=50, lr_min=1e-5, warmup_t=5, warmup_lr_init=1e-6
     )
 
-    def ours(epoch: int, decay_from: Any) -> float:
+    def ours(epoch, decay_from):
         schedule = ScheduleSettings(final_lr=1e-5, decay_from=decay_from)
         return learning_rate(
             625 * epoch, schedule, peak=3e-4, warmup_steps=3125, total_steps=31_250
@@ -47,14 +43,14 @@ def test_decay_from_the_start_is_timms_cosine() -> None:
     assert ours(29, "warmup_end") > 1.17 * ours(29, "start")
 
 
-def test_constant_stays_at_the_peak_and_cools_down_at_the_end() -> None:
+def test_constant_stays_at_the_peak_and_cools_down_at_the_end():
     plan = {"warmup_steps": 5, "total_steps": 50, "cooldown_steps": 20}
     rates = [rate(step, "constant", **plan) for step in range(51)]
     assert rates[5:31] == pytest.approx([1.0] * 26)
     assert rates[30:] == pytest.approx([0.1 + 0.9 * (1 - i / 20) for i in range(21)])
 
 
-def test_drops_are_those_of_bits_hyperrule() -> None:
+def test_drops_are_those_of_bits_hyperrule():
     """Written out: rise to the first support, a tenth at each of the others."""
     schedule = ScheduleSettings(decay="drops", drops_at=(0.3, 0.6, 0.9))
     supports = [500, 6000, 12_000, 18_000, 20_000]

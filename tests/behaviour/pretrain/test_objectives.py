@@ -1,10 +1,7 @@
 """The objectives against slow versions: draws by position, exact costs, and what they refuse."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +24,7 @@ from pretrain.objectives.masked_patches import (
 from pretrain.run import PretrainRun
 from tests.support.reference_losses import masked_autoencoder
 from tests.support.reference_training import Sample
+from tests.support.tables import Values, every, rows
 from vitscale.models import vit
 from vitscale.models.patches import random_orders, to_images, to_patches
 from vitscale.models.positions import mae_position_embedding
@@ -36,7 +34,7 @@ from vitscale.training.session import build_model
 
 MAE = {"name": "mae", "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2}
 MASKED = {"name": "masked_patch_prediction"}
-RUN: dict[str, Any] = yaml.safe_load("""
+RUN = yaml.safe_load("""
 name: x
 data: {path: s, global_batch: 8}
 model: {width: 16, depth: 1, num_heads: 2, mlp_width: 24, patch_size: 4, image_size: 16}
@@ -48,7 +46,7 @@ MASKING = pytest.mark.parametrize(
     "section", [MAE, MASKED], ids=["mae", "masked patches"]
 )
 # Settings that an objective needs on the model of the tests of resuming.
-NEEDED: dict[str, tuple[str, ...]] = {
+NEEDED = {
     "distillation": ("model.distillation_token=true",),
     "mae": (
         "objective.decoder_width=16",
@@ -59,12 +57,12 @@ NEEDED: dict[str, tuple[str, ...]] = {
 }
 
 
-def opened(section: dict[str, Any], **changes: Any) -> Any:
+def opened(section: Values, **changes):
     run = PretrainRun.model_validate(RUN | {"objective": section, **changes})
     return run, run.make_objective(), run.model.resolved(num_classes=0)
 
 
-def test_what_is_corrupted_depends_on_the_seed() -> None:
+def test_what_is_corrupted_depends_on_the_seed():
     """And on the position of each image, as what MAE removes: test_reference."""
     predicted = []
     for seed in (0, 1):
@@ -78,14 +76,14 @@ def test_what_is_corrupted_depends_on_the_seed() -> None:
 
 
 @MASKING
-def test_parameters_are_those_of_the_module(section: dict[str, Any]) -> None:
+def test_parameters_are_those_of_the_module(section):
     run, objective, arch = opened(section)
     model = build_model(run, objective, arch)
     counts = [p.numel() for p in model.parameters() if p.requires_grad]
     assert objective.num_parameters(arch) == sum(counts)
 
 
-def test_costs_are_those_of_the_parts() -> None:
+def test_costs_are_those_of_the_parts():
     """The encoder of MAE sees 5 tokens, its decoder 17; the head of masked patches 8 of 16."""
     options = {"precision": "bf16", "activation_checkpointing": False}
     _, mae, arch = opened(MAE)
@@ -101,17 +99,13 @@ def test_costs_are_those_of_the_parts() -> None:
     assert added == 8 * (2 * (16 + 512) + 8 * 512)
 
 
-@pytest.mark.parametrize(
-    "preset, encoder, decoder, ratio",
-    [
-        ("B/16", 85_647_360, 26_008_320, 0.557),
-        ("L/16", 303_099_904, 26_139_392, 0.337),
-        ("H/14", 630_435_840, 26_178_124, 0.290),
-    ],
-)
-def test_costs_are_those_of_the_published_models(
-    preset: str, encoder: int, decoder: int, ratio: float
-) -> None:
+@rows("""
+- [preset, encoder, decoder, ratio]
+- [B/16, 85647360, 26008320, 0.557]
+- [L/16, 303099904, 26139392, 0.337]
+- [H/14, 630435840, 26178124, 0.29]
+""")
+def test_costs_are_those_of_the_published_models(preset, encoder, decoder, ratio):
     model = {"preset": preset, "positions": "sincos2d_mae"}
     _, mae, arch = opened({"name": "mae"}, model=model)
     assert PLAIN.num_parameters(arch) == encoder
@@ -134,18 +128,19 @@ def test_costs_are_those_of_the_published_models(
 class WithLayer(Objective):
     Settings = SupervisedSettings
 
-    def extend_model(self, model: Any, arch: Any) -> None:
+    def extend_model(self, model, arch) -> None:
         model.objective = torch.nn.Linear(arch.width, 3)
 
 
-def test_what_an_objective_adds_depends_on_the_seed_alone() -> None:
+def test_what_an_objective_adds_depends_on_the_seed_alone():
     weights = []
     for seed, draws in ((0, 0), (0, 5), (1, 0)):
         run = PretrainRun.model_validate(RUN | {"seed": seed})
+
         # Draws that come before must not matter.
         torch.rand(draws)
         objective = WithLayer(run.objective, seed=seed)
-        model: Any = build_model(run, objective, run.model.resolved(num_classes=2))
+        model = build_model(run, objective, run.model.resolved(num_classes=2))
         weights.append(model.objective.weight.tolist())
     assert weights[0] == weights[1]
     assert weights[0] != weights[2]
@@ -159,9 +154,7 @@ NUM_IMAGES = 1100
 Corruption = dict[str, np.ndarray]
 
 
-def drawn(
-    num_images: int, *, num_patches: int = NUM_PATCHES, **changes: Any
-) -> Corruption:
+def drawn(num_images: int, *, num_patches: int = NUM_PATCHES, **changes) -> Corruption:
     settings = MaskedPatchPredictionSettings(**changes)
     positions = np.arange(num_images)
     return draw_corruption(positions, settings=settings, num_patches=num_patches, key=5)
@@ -172,7 +165,7 @@ def many() -> Corruption:
     return drawn(NUM_IMAGES)
 
 
-def test_exactly_half_of_each_image_is_corrupted(many: Corruption) -> None:
+def test_exactly_half_of_each_image_is_corrupted(many: Corruption):
     assert many["predicted_BK"].shape == (NUM_IMAGES, NUM_CORRUPTED)
     assert (np.diff(many["predicted_BK"], axis=1) > 0).all()
     corrupted = np.zeros((NUM_IMAGES, NUM_PATCHES), dtype=bool)
@@ -191,13 +184,14 @@ def test_exactly_half_of_each_image_is_corrupted(many: Corruption) -> None:
         assert abs(count / total - share) < 5 * sigma
 
 
-def test_every_other_patch_is_equally_likely_to_replace_one(many: Corruption) -> None:
+def test_every_other_patch_is_equally_likely_to_replace_one(many: Corruption):
     images, patches = np.nonzero(many["sources_BN"] != np.arange(NUM_PATCHES))
     donors = many["sources_BN"][images, patches]
     distances = (donors - patches) % NUM_PATCHES
     counts = np.bincount(distances, minlength=NUM_PATCHES)[1:]
     expected = len(images) / (NUM_PATCHES - 1)
     chi_square = ((counts - expected) ** 2 / expected).sum()
+
     # Mean 194 and deviation sqrt(2 * 194) with 195 equally likely distances.
     assert abs(chi_square - 194) < 5 * math.sqrt(2 * 194)
 
@@ -205,9 +199,10 @@ def test_every_other_patch_is_equally_likely_to_replace_one(many: Corruption) ->
     assert len(np.unique(images * NUM_PATCHES + donors)) == len(images)
 
 
-def test_colors_equal_a_slow_reference() -> None:
+def test_colors_equal_a_slow_reference():
     random = np.random.default_rng(0)
     patches = random.integers(0, 256, (2, 3, 8, 8, 3), dtype=np.uint8)
+
     # A channel's mean is exactly at the border of two levels, or at its ends.
     patches[0, 0] = [255, 0, 51]
     patches[0, 1, :, :, 0] = 255 * (np.arange(64).reshape(8, 8) % 8 < 3)
@@ -218,7 +213,7 @@ def test_colors_equal_a_slow_reference() -> None:
         assert classes[image, patch] == 64 * red + 8 * green + blue
 
 
-def test_patches_are_rows_with_channels_last() -> None:
+def test_patches_are_rows_with_channels_last():
     images = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
     patches = to_patches(images, patch_size=4)
     pixels = patches.unflatten(2, (4, 4, 3))
@@ -230,17 +225,14 @@ def test_patches_are_rows_with_channels_last() -> None:
     assert torch.equal(to_images(patches, grid=(3, 3)), images)
 
 
-def test_chance_loses_ln_512() -> None:
+def test_chance_loses_ln_512():
     right = torch.arange(6).view(2, 3)
     loss, accuracy = color_loss(torch.zeros(2, 3, 512), right)
     assert (loss.item(), accuracy.item()) == pytest.approx((math.log(512), 1 / 6))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"pool": "gap", "positions": "sincos2d"}, {"num_registers": 2}],
-)
-def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) -> None:
+@every(options="{}, {pool: gap, positions: sincos2d}, {num_registers: 2}")
+def test_predictions_equal_an_independent_forward_pass(options):
     """Corrupted image by image, before positions; read from each patch's own token."""
     model = small_model({"image_size": 24, "patch_size": 8, **options}).eval()
     model.objective = MaskedPatches(16).double()
@@ -266,17 +258,17 @@ def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) 
 # ---- MAE -----------------------------------------------------------------------------------------
 
 DECODER = {"width": 8, "depth": 2, "num_heads": 2}
-SMALL: dict[str, Any] = yaml.safe_load("""
+SMALL = yaml.safe_load("""
 {image_size: 12, patch_size: 4, width: 16, depth: 2, num_heads: 2, mlp_width: 24, gelu: erf}
 """)
 FIXED = {"positions": "sincos2d_mae", "weight_init": "mae"}
 
 
-def small_model(changes: dict[str, Any]) -> Any:
+def small_model(changes: Values):
     """With a decoder and random values everywhere: in biases and norms too."""
     arch = ViTSettings(**SMALL | changes).resolved(num_classes=0)
     torch.manual_seed(1)
-    model: Any = vit.build_model(arch, seed=0)
+    model = vit.build_model(arch, seed=0)
     model.objective = MaskedAutoencoder(arch, **DECODER)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -284,7 +276,7 @@ def small_model(changes: dict[str, Any]) -> Any:
 
 
 def slow_predictions(
-    model: Any, images: torch.Tensor, *, kept_BK: torch.Tensor, **_: Any
+    model, images: torch.Tensor, *, kept_BK: torch.Tensor, **_
 ) -> torch.Tensor:
     """MAE's forward pass of image after image, patch after patch, for SMALL and DECODER.
 
@@ -318,11 +310,8 @@ def slow_predictions(
     return torch.stack(predicted)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("normalized", [True, False])
-def test_loss_and_gradients_equal_the_slow_version(
-    normalized: bool, recompute: bool
-) -> None:
+@every(normalized="true, false", recompute="false, true")
+def test_loss_and_gradients_equal_the_slow_version(normalized, recompute):
     model = small_model(FIXED)
     if recompute:
         vit.checkpoint_activations(model)
@@ -352,7 +341,7 @@ def test_loss_and_gradients_equal_the_slow_version(
     torch.testing.assert_close(gradients, slow, rtol=1e-4, atol=1e-6)
 
 
-def test_positions_are_added_before_patches_are_removed() -> None:
+def test_positions_are_added_before_patches_are_removed():
     """All patches kept in another order: the features of a plain forward pass, in that order."""
     model = small_model({})
     images = torch.randn(2, 3, 12, 12, dtype=torch.float64)
@@ -364,14 +353,14 @@ def test_positions_are_added_before_patches_are_removed() -> None:
         torch.testing.assert_close(encoded[image, 1:], plain[image, 1 + order[image]])
 
 
-def test_ties_keep_their_order() -> None:
+def test_ties_keep_their_order():
     assert random_orders(np.array([[0.3, 0.1, 0.9, 0.1]])).tolist() == [[1, 3, 0, 2]]
 
 
-def test_start_is_that_of_mae() -> None:
+def test_start_is_that_of_mae():
     sizes = SMALL | FIXED | {"width": 64, "mlp_width": 256}
     arch = ViTSettings(**sizes).resolved(num_classes=0)
-    model: Any = vit.build_model(arch, seed=0)
+    model = vit.build_model(arch, seed=0)
     torch.manual_seed(0)
     mae = MaskedAutoencoder(arch, width=64, depth=1, num_heads=2)
 

@@ -1,7 +1,5 @@
 """Which MLflow run a folder is: of its own, whatever was copied, moved, renamed or resumed."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -15,6 +13,7 @@ import yaml
 from mlflow.tracking import MlflowClient
 
 from launch.comparison.runs import load_runs
+from tests.support.tables import every
 from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import read_rows
 from vitscale.tracking.mlflow_sync import MlflowRun, own_record, stored_runs
@@ -75,7 +74,7 @@ def send(folder: Path, uri: str) -> str:
 def points(store: Store, run_id: str) -> dict[int, list[float]]:
     """Step -> values of train/loss, in the order in which they were logged."""
     sql = "select step, value from metrics where run_uuid = ? and key = 'train/loss'"
-    found: dict[int, list[float]] = {}
+    found = {}
     for step, value in store.execute(f"{sql} order by step, timestamp", [run_id]):
         found.setdefault(step, []).append(value)
     return found
@@ -90,40 +89,36 @@ def num_runs(store: Store) -> int:
     return int(store.execute("select count(*) from runs").fetchone()[0])
 
 
-@pytest.mark.parametrize("same_name", [True, False])
-@pytest.mark.parametrize("in_mlflow_before", [True, False])
+@every(in_mlflow_before="true, false", same_name="true, false")
 def test_a_copy_that_goes_on_is_another_run(
-    same_name: bool,
-    in_mlflow_before: bool,
-    tmp_path: Path,
-    uri: str,
-    store: Store,
-) -> None:
-    base, branch = tmp_path / "base", tmp_path / "branch"
+    same_name, in_mlflow_before, tmp_path, uri, store: Store
+):
+    base = tmp_path / "base"
+    branch = tmp_path / "branch"
     train(base, last=30, uri=uri if in_mlflow_before else None)
     shutil.copytree(base, branch)
     train(branch, first=20, last=60, value=2.0, name="base" if same_name else "branch")
     train(base, first=30, last=50, value=3.0)
     runs = {folder: send(folder, uri) for folder in (branch, base)}
-    assert runs[base] != runs[branch] and num_runs(store) == 2
+    assert runs[base] != runs[branch]
+    assert num_runs(store) == 2
     for folder, run_id in runs.items():
         assert points(store, run_id) == journal_points(folder)
+
     # A second time nothing is sent, and a third attempt continues each of the two.
     train(branch, first=60, last=80, value=4.0, name="base" if same_name else "branch")
-    assert {folder: send(folder, uri) for folder in runs} == runs and num_runs(
-        store
-    ) == 2
+    assert {folder: send(folder, uri) for folder in runs} == runs
+    assert num_runs(store) == 2
     assert points(store, runs[branch]) == journal_points(branch)
     origin = own_record(base)
     tags = dict(
         store.execute("select key, value from tags where run_uuid = ?", [runs[branch]])
     )
-    assert origin is not None and tags["vitscale.copied_from"] == origin.tracking_id
+    assert origin is not None
+    assert tags["vitscale.copied_from"] == origin.tracking_id
 
 
-def test_copies_that_only_lie_there_are_runs_of_their_own(
-    tmp_path: Path, uri: str, store: Store
-) -> None:
+def test_copies_that_only_lie_there_are_runs_of_their_own(tmp_path, uri, store: Store):
     base = tmp_path / "base"
     train(base, last=30)
     folders = [
@@ -132,7 +127,8 @@ def test_copies_that_only_lie_there_are_runs_of_their_own(
     ]
     before = [sorted(path.name for path in each.rglob("*")) for each in folders]
     found = [send(folder, uri) for folder in folders]
-    assert len({*found}) == 3 and found == [send(folder, uri) for folder in folders]
+    assert len({*found}) == 3
+    assert found == [send(folder, uri) for folder in folders]
     names = [name for (name,) in store.execute("select name from runs order by name")]
     assert names == ["base", "copy1", "copy2"]
     assert [sorted(path.name for path in each.rglob("*")) for each in folders] == before
@@ -140,10 +136,9 @@ def test_copies_that_only_lie_there_are_runs_of_their_own(
     assert len({*ids}) == 3
 
 
-def test_a_moved_folder_stays_the_same_run(
-    tmp_path: Path, uri: str, store: Store
-) -> None:
-    base, there = tmp_path / "base", tmp_path / "elsewhere/base"
+def test_a_moved_folder_stays_the_same_run(tmp_path, uri, store: Store):
+    base = tmp_path / "base"
+    there = tmp_path / "elsewhere/base"
     train(base, last=30)
     run_id = send(base, uri)
     there.parent.mkdir()
@@ -151,31 +146,35 @@ def test_a_moved_folder_stays_the_same_run(
     assert send(there, uri) == run_id
     twice = there.rename(tmp_path / "third")
     train(twice, first=30, last=50, value=2.0)
-    assert send(twice, uri) == run_id and num_runs(store) == 1
+    assert send(twice, uri) == run_id
+    assert num_runs(store) == 1
     assert points(store, run_id) == journal_points(twice)
+
     # By another path to the same folder, too.
     (tmp_path / "link").symlink_to(twice)
     assert send(tmp_path / "link", uri) == run_id
 
 
 def test_a_folder_that_goes_on_under_another_name_is_another_run(
-    tmp_path: Path, uri: str, store: Store
-) -> None:
+    tmp_path, uri, store: Store
+):
     base = tmp_path / "base"
     train(base, last=30)
     first = send(base, uri)
     renamed = base.rename(tmp_path / "branch")
     train(renamed, first=30, last=50, value=2.0, name="branch")
     second = send(renamed, uri)
-    assert first != second and points(store, second) == journal_points(renamed)
+    assert first != second
+    assert points(store, second) == journal_points(renamed)
     assert max(points(store, first)) == 30
 
 
 def test_folders_that_cannot_see_each_other_never_share_a_run(
-    tmp_path: Path, uri: str, store: Store
-) -> None:
+    tmp_path, uri, store: Store
+):
     """A copy on another machine: the path of the original is not there."""
-    base, far = tmp_path / "base", tmp_path / "far"
+    base = tmp_path / "base"
+    far = tmp_path / "far"
     train(base, last=30)
     first = send(base, uri)
     shutil.copytree(base, far)
@@ -186,9 +185,11 @@ def test_folders_that_cannot_see_each_other_never_share_a_run(
     base = hidden.rename(base)
     train(base, first=30, last=60, value=3.0)
     second = send(base, uri)
-    assert second != first and points(store, second) == journal_points(base)
+    assert second != first
+    assert points(store, second) == journal_points(base)
     assert points(store, first) == journal_points(far)
     assert send(base, uri) == second
+
     # The original went on before the copy did.
     train(base, first=60, last=90, value=5.0)
     late = Path(shutil.copytree(base, tmp_path / "late"))
@@ -198,9 +199,7 @@ def test_folders_that_cannot_see_each_other_never_share_a_run(
     assert send(late, uri) not in (first, second)
 
 
-def test_a_run_of_an_earlier_version_is_told_by_mlflow(
-    tmp_path: Path, uri: str, store: Store
-) -> None:
+def test_a_run_of_an_earlier_version_is_told_by_mlflow(tmp_path, uri, store: Store):
     """Its events do not name the folder."""
     base = tmp_path / "base"
     train(base, last=30)
@@ -213,16 +212,14 @@ def test_a_run_of_an_earlier_version_is_told_by_mlflow(
     first = send(base, uri)
     copy = Path(shutil.copytree(base, tmp_path / "copy"))
     second = send(copy, uri)
-    assert first != second and send(base, uri) == first and send(copy, uri) == second
+    assert first != second
+    assert send(base, uri) == first
+    assert send(copy, uri) == second
 
 
 def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
-    tmp_path: Path,
-    uri: str,
-    capsys: pytest.CaptureFixture[str],
-    store: Store,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path, uri, capsys, store: Store, monkeypatch
+):
     folder = tmp_path / "run"
     train(folder, last=130, value=9.0)
     run_id = send(folder, uri)
@@ -236,12 +233,12 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
     assert {row.step: [row.metrics["train/loss"]] for row in rows} == journal_points(
         folder
     )
-    assert points(store, run_id)[110] == [9.0, 1.0] and points(store, run_id)[100] == [
-        9.0
-    ]
+    assert points(store, run_id)[110] == [9.0, 1.0]
+    assert points(store, run_id)[100] == [9.0]
     before = points(store, run_id)
     send(folder, uri)
     assert points(store, run_id) == before
+
     # Lost again: the last value that MLflow has counts, in whatever order a server lists them.
     listed = MlflowClient.get_metric_history
     monkeypatch.setattr(MlflowClient, "get_metric_history", lambda *a: listed(*a)[::-1])
@@ -249,6 +246,7 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
         train(folder, first=100, last=130, value=value)
         send(folder, uri)
         assert points(store, run_id)[110] == values
+
     # Equal values, as of a resume with the same settings, NaN and infinity too, are not sent twice.
     for value in (0.5, float("nan"), float("inf"), 0.0):
         equal = tmp_path / str(value)
@@ -259,8 +257,9 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
         assert {len(values) for values in points(store, again).values()} == {1}
 
 
-def test_compared_runs_are_read_as_logged_and_once(tmp_path: Path, uri: str) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
+def test_compared_runs_are_read_as_logged_and_once(tmp_path, uri):
+    old = tmp_path / "old"
+    new = tmp_path / "new"
     for folder, value in ((old, 1.0), (new, math.inf)):
         train(folder, last=10, value=value)
         send(folder, uri)
@@ -290,22 +289,24 @@ def add_experiments(store: Store, num: int) -> None:
     store.execute("commit")
 
 
-def test_a_run_is_found_among_thousands_of_experiments(
-    tmp_path: Path, uri: str, store: Store
-) -> None:
-    parent, child = tmp_path / "parent", tmp_path / "child"
+def test_a_run_is_found_among_thousands_of_experiments(tmp_path, uri, store: Store):
+    parent = tmp_path / "parent"
+    child = tmp_path / "child"
     train(parent, last=30)
     first = send(parent, uri)
     moved = MlflowRun(parent, uri, experiment="mine", say=print).run_id
     add_experiments(store, 2100)
     assert moved == send(parent, uri) == first
+
     # In another experiment than the folder says: on the last of three pages.
     train(child, last=30, value=2.0)
     second = MlflowRun(child, uri, experiment="mine", say=print)
     second.sync("FINISHED")
-    assert send(child, uri) == second.run_id != first and num_runs(store) == 2
+    assert send(child, uri) == second.run_id != first
+    assert num_runs(store) == 2
     found = stored_runs(uri, "metrics.`train/loss` > 0", limit=9)
     assert [run.info.run_id for run, _ in found] == [second.run_id, first]
+
     # The newest one, in an experiment of a later page than the other's.
     store.execute("update experiments set creation_time = 1e16 where name = 'mine'")
     train(tmp_path / "last", last=30)
@@ -316,12 +317,12 @@ def test_a_run_is_found_among_thousands_of_experiments(
         assert [run.info.run_id for run, _ in found] == newest[:limit]
 
 
-def test_a_server_that_repeats_its_page_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_repeats_its_page_ends(monkeypatch):
     class Page(list[Any]):
         token = "again"
 
     class Client:
-        def search_experiments(self, page_token: str | None) -> Page:
+        def search_experiments(self, page_token):
             return Page()
 
-    assert [*mlflow_sync._pages_of_experiments(Client())] == []  # type: ignore[arg-type]
+    assert [*mlflow_sync._pages_of_experiments(Client())] == []

@@ -3,8 +3,6 @@
 Each attack is tried on each file that a page, MLflow or `compare.py sync` reads.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -12,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +18,7 @@ from launch.comparison.page import render
 from launch.comparison.runs import load_runs
 from launch.comparison.sync import sync
 from tests.support.range_server import Answering, listening
-from tests.support.tables import words
+from tests.support.tables import every
 from vitscale.config.errors import UserError
 from vitscale.config.redaction import short_reason
 from vitscale.tracking.journal import MAX_LINE_BYTES, read_rows
@@ -54,7 +51,7 @@ def linked_folder(path: Path, secret: Path) -> None:
 
 
 Attack = Callable[[Path, Path], object]
-ATTACKS: dict[str, Attack] = {
+ATTACKS = {
     "link": Path.symlink_to,
     "relative link": lambda path, secret: path.symlink_to(
         os.path.relpath(secret, path.parent)
@@ -70,7 +67,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path) -> Path:
     folder = tmp_path / "runs/theirs"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("stage: pretrain\nname: theirs\n")
@@ -81,9 +78,10 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def secret(tmp_path: Path) -> Path:
+def secret(tmp_path) -> Path:
     path = tmp_path / "home/id_ed25519"
     path.parent.mkdir()
+
     # Would pass as a picture, and as a table.
     path.write_bytes(PNG + SECRET)
     return path
@@ -106,27 +104,25 @@ def holds_secret(page: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-@words(name="pictures/x.png evaluation/x.png evaluation/per_class.csv")
-def test_the_page_shows_files_of_the_run_alone(
-    name: str, attack: str, run: Path, secret: Path
-) -> None:
+@every(attack=ATTACKS)
+@every(name="pictures/x.png, evaluation/x.png, evaluation/per_class.csv")
+def test_the_page_shows_files_of_the_run_alone(name, attack, run, secret):
     if name.endswith(".csv"):
         secret.write_text(f"{PER_CLASS}0,{SECRET.decode()},1,1,1.0\n")
     path = placed(run, name, attack, secret)
-    said: list[str] = []
+    said = []
     page = render(compare(load_runs([str(run)], uri=None)), say=said.append)
     assert not holds_secret(page)
     assert any(text.startswith(f"left out: {path}: ") for text in said)
 
 
-def test_the_page_shows_what_is_a_picture_of_at_most_2_mib(run: Path) -> None:
+def test_the_page_shows_what_is_a_picture_of_at_most_2_mib(run):
     for name in ("pictures/a_b.png", "evaluation/worst_classes.png"):
         (run / name).parent.mkdir()
         (run / name).write_bytes(PNG + name.encode())
     (run / "pictures/key.png").write_bytes(SECRET)
     (run / "pictures/large.png").write_bytes(PNG + bytes(2 * MIB))
-    said: list[str] = []
+    said = []
     page = render(compare(load_runs([str(run)], uri=None)), say=said.append)
     assert re.findall("<h3>(.*)</h3>", page) == ["a b", "worst classes"]
     assert not holds_secret(page)
@@ -137,18 +133,11 @@ def test_the_page_shows_what_is_a_picture_of_at_most_2_mib(run: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-@words(name="pictures/x.png evaluation/a.csv")
-def test_mlflow_gets_files_of_the_run_alone(
-    name: str,
-    attack: str,
-    run: Path,
-    secret: Path,
-    mlflow_database: Path,
-) -> None:
+@every(name="pictures/x.png, evaluation/a.csv", attack=ATTACKS)
+def test_mlflow_gets_files_of_the_run_alone(name, attack, run, secret, mlflow_database):
     path = placed(run, name, attack, secret)
     (run / "results.csv").write_text("fine\n")
-    said: list[str] = []
+    said = []
     sent = MlflowRun(run, f"sqlite:///{mlflow_database}", say=said.append)
     sent.sync("FINISHED")
     assert sent.num_files == 2  # with the configuration
@@ -157,21 +146,16 @@ def test_mlflow_gets_files_of_the_run_alone(
     assert [text.partition(": ")[2].partition(": ")[0] for text in said] == [str(path)]
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("config.yaml", "journal.jsonl", "events/n1.jsonl", "classes.json"),
+@every(attack=ATTACKS)
+@every(
+    name=[
+        *"config.yaml journal.jsonl events/n1.jsonl classes.json".split(),
         "slurm/1/a.failed_starts",
-    ],
+    ]
 )
 def test_a_record_that_is_no_file_of_the_run_is_one_error(
-    name: str,
-    attack: str,
-    run: Path,
-    secret: Path,
-    mlflow_database: Path,
-) -> None:
+    name, attack, run, secret, mlflow_database
+):
     if attack == "folder" and "/" not in name:
         return
     path = placed(run, name, attack, secret)
@@ -188,10 +172,11 @@ def test_a_record_that_is_no_file_of_the_run_is_one_error(
     ):
         with pytest.raises(UserError) as caught:
             read()
-        assert str(path) in caught.value.text() and "hunter2" not in caught.value.text()
+        assert str(path) in caught.value.text()
+        assert "hunter2" not in caught.value.text()
 
 
-def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path: Path) -> None:
+def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path):
     good = b'{"step": 7, "time": 5, "a": 1}\n'
     odd = (
         b"[" * (MAX_LINE_BYTES - 2) + b"\n",
@@ -210,6 +195,7 @@ def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path: Path) -> None:
     found = [*read_rows(path)]
     assert [row.step for row, _ in found] == [7] * len(odd)
     assert found[-1][1] == path.stat().st_size - len(b'{"step": 8, "ti')
+
     # A later read goes on behind any row.
     assert len([*read_rows(path, offset=found[2][1])]) == len(odd) - 3
 
@@ -219,7 +205,7 @@ def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path: Path) -> None:
 
 @contextmanager
 def hostile_server(
-    artifact_uri: str, *, listed: str = "x", **more: Any
+    artifact_uri: str, *, listed: str = "x", **more
 ) -> Iterator[tuple[str, list[str]]]:
     """Its address, and the paths that it was asked for. more: further keys of its runs."""
     info = {
@@ -229,14 +215,14 @@ def hostile_server(
     }  # fmt: skip
     one_run = {"info": info | more, "data": {}}
     experiment = {"experiment_id": "0", "name": "vitscale", "lifecycle_stage": "active"}
-    asked: list[str] = []
+    asked = []
 
     class Hostile(Answering):
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers["content-length"] or 0))
             path = self.path.partition("?")[0]
             asked.append(path)
-            answer: dict[str, Any] = {}
+            answer = {}
             if path.endswith("runs/search"):
                 answer = {"runs": []}
             elif path.endswith("experiments/search"):
@@ -261,16 +247,14 @@ FORMS = "file://{} {} file:{} FILE://{} file://localhost{} runs:/abc{} models:/x
 FORMS += " sftp://localhost{} sqlite://{} ../../{}"
 
 
-@pytest.mark.parametrize("form", [*FORMS.split(), " {}", ""])
-def test_no_server_chooses_where_files_are_written(
-    form: str, run: Path, tmp_path: Path
-) -> None:
+@every(form=[*FORMS.split(), " {}", ""])
+def test_no_server_chooses_where_files_are_written(form, run, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     (home / "config.yaml").write_text("mine: untouched\n")
     (run / "results.md").write_text("x\n")
     before = sorted(str(each) for each in tmp_path.rglob("*"))
-    said: list[str] = []
+    said = []
     with hostile_server(form.format(home)) as (uri, _):
         sent = MlflowRun(run, uri, say=said.append)
         sent.sync("FINISHED")
@@ -284,21 +268,21 @@ def test_no_server_chooses_where_files_are_written(
         }
         (run / "events/n.jsonl").write_text(json.dumps(record) + "\n")
         upload(run, [run / "results.md"], say=said.append)
-    assert sent.num_points == 1 and sent.num_files == 0
+    assert sent.num_points == 1
+    assert sent.num_files == 0
     assert len([text for text in said if "must not choose" in text]) >= 2
     after = sorted(
         str(each) for each in tmp_path.rglob("*") if "events" not in str(each)
     )
-    assert after == before and (home / "config.yaml").read_text() == "mine: untouched\n"
+    assert after == before
+    assert (home / "config.yaml").read_text() == "mine: untouched\n"
 
 
-@words(listed="results.md ../../../x /etc/x a/../../x")
-def test_a_server_that_takes_files_itself_gets_them(
-    listed: str, run: Path, tmp_path: Path
-) -> None:
+@every(listed="results.md, ../../../x, /etc/x, a/../../x")
+def test_a_server_that_takes_files_itself_gets_them(listed, run, tmp_path):
     """Names that it lists are compared, and lead nowhere; MLflow refuses those with `..`."""
     (run / "results.md").write_text("some text\n")
-    said: list[str] = []
+    said = []
     with hostile_server("mlflow-artifacts:/0/abc/artifacts", listed=listed) as (
         uri,
         asked,
@@ -306,23 +290,24 @@ def test_a_server_that_takes_files_itself_gets_them(
         sent = MlflowRun(run, uri, say=said.append)
         sent.sync("FINISHED")
     if listed == "results.md":
-        assert sent.num_files == 2 and not said
+        assert sent.num_files == 2
+        assert not said
         assert any(
             path.endswith("artifacts/0/abc/artifacts/results.md") for path in asked
         )
     else:
-        assert sent.num_files == 0 and "files were not uploaded" in said[0]
+        assert sent.num_files == 0
+        assert "files were not uploaded" in said[0]
     assert not [*tmp_path.rglob("x")]
 
 
-def test_what_a_server_says_is_printed_as_text(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_server_says_is_printed_as_text(run, capsys):
     evil = "\x1b]0;owned\x07"
     with hostile_server(
         f"file:///{evil}", run_id=f"a{evil}", experiment_id=f"0{evil}"
     ) as (uri, _):
         sync([str(run), "--uri", uri])
     out = "".join(capsys.readouterr())
-    assert "\x1b" not in out and "\x07" not in out
+    assert "\x1b" not in out
+    assert "\x07" not in out
     assert short_reason(ConnectionError(f"{evil}\nmore")) == "?]0;owned?"

@@ -1,7 +1,5 @@
 """One MLflow run across attempts, in a real SQLite store, by a tracker or by `sync` alone."""
 
-from __future__ import annotations
-
 import sqlite3
 import sys
 import threading
@@ -39,22 +37,20 @@ def store(mlflow_database: Path) -> Store:
 
 
 @pytest.fixture
-def open_tracker(
-    mlflow_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Open:
+def open_tracker(mlflow_database: Path, tmp_path, monkeypatch) -> Open:
     # Nothing here is about the waits that are bounded for a training's sake.
     for name in ("CLOSE_WAIT_S", "FAILED_CLOSE_WAIT_S"):
         monkeypatch.setattr(tracker_module, name, PATIENCE_S)
     monkeypatch.setattr(tracker_module, "SEND_S", 0.05)
     set_version(monkeypatch, SourceVersion(commit="a" * 40, patch=""))
 
-    def open_it(config: Values = CONFIG, **changes: Any) -> Tracker:
+    def open_it(config: Values = CONFIG, **changes) -> Tracker:
         folder = changes.pop("folder", tmp_path / "run")
         folder.mkdir(exist_ok=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         settings = {"uri": f"sqlite:///{mlflow_database}", "system_metrics": False}
         settings |= changes.pop("settings", {})
-        arguments: Values = {
+        arguments = {
             "name": "digits",
             "stage": "pretrain",
             "tags": {},
@@ -98,8 +94,8 @@ def send(folder: Path, database: Path) -> MlflowRun:
     return run
 
 
-def test_a_start_says_which_steps_its_journal_lacks(open_tracker: Open) -> None:
-    said: list[str] = []
+def test_a_start_says_which_steps_its_journal_lacks(open_tracker: Open):
+    said = []
     for first, resume_step in ((10, 0), (0, 14), (0, 15)):
         settings = {"uri": None, "log_every_steps": 5}
         changes = {"settings": settings, "resume_step": resume_step}
@@ -108,16 +104,15 @@ def test_a_start_says_which_steps_its_journal_lacks(open_tracker: Open) -> None:
     assert said == ["journal.jsonl has no lines of steps 11 to 15"]
 
 
-def test_a_resumed_run_is_one_run_with_each_step_once(
-    open_tracker: Open, store: Store
-) -> None:
-    said: list[str] = []
+def test_a_resumed_run_is_one_run_with_each_step_once(open_tracker: Open, store: Store):
+    said = []
     with pytest.raises(SystemExit), open_tracker(say=said.append) as first:
         log_steps(first, range(1, 11))
         raise SystemExit(75)
     ((experiment, status),) = select(store, "experiment_id, status from runs")
     page = f"#/experiments/{experiment}/runs?workflowType=machine_learning&compareRunsMode=CHART"
-    assert status == "SCHEDULED" and [page in text for text in said] == [True, True]
+    assert status == "SCHEDULED"
+    assert [page in text for text in said] == [True, True]
     second = open_tracker(resume_step=6)  # the checkpoint was older than the last line
     wait_until(lambda: select(store, "status from runs") == ["RUNNING"])
     log_steps(second, range(7, 15))
@@ -126,17 +121,19 @@ def test_a_resumed_run_is_one_run_with_each_step_once(
     assert select(store, "status from runs") == ["FINISHED"]
     expected = [(key, step) for key in ("train/loss", "zero") for step in range(1, 15)]
     assert select(store, "key, step from metrics order by key, step") == expected
+
     # Finished for good: a new start is another run.
     said.clear()
-    open_tracker(resume_step=-1, say=said.append).close(
-        status="FINISHED"
-    )  # as an evaluation does
-    assert select(store, "count(*) from runs") == [2] and len(said) == 1
+
+    # As an evaluation does.
+    open_tracker(resume_step=-1, say=said.append).close(status="FINISHED")
+    assert select(store, "count(*) from runs") == [2]
+    assert len(said) == 1
 
 
 def test_a_start_at_step_0_continues_an_unfinished_run_of_the_same_settings_and_code(
-    open_tracker: Open, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    open_tracker: Open, store: Store, monkeypatch
+):
     for _ in range(2):
         open_tracker().close(status="PAUSED")
     assert select(store, "count(*) from runs") == [1]
@@ -147,19 +144,15 @@ def test_a_start_at_step_0_continues_an_unfinished_run_of_the_same_settings_and_
 
 
 def test_what_a_run_shows_is_without_secrets(
-    open_tracker: Open,
-    store: Store,
-    mlflow_database: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(
-        "SLURM_JOB_ID", "4711"
-    )  # several nodes cannot share an SQLite file
+    open_tracker: Open, store: Store, mlflow_database, monkeypatch
+):
+    # Several nodes cannot share an SQLite file.
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
     patch = "# untracked: vitscale/new.py\n+  api_key: abc\n+uri: http://me:pw@host/x\n"
     version = SourceVersion(commit="c" * 40, patch=patch)
     set_version(monkeypatch, version)
-    said: list[str] = []
-    how: Values = {"tags": {"model": "B/16"}, "note": "**What:** http://u:p@h"}
+    said = []
+    how = {"tags": {"model": "B/16"}, "note": "**What:** http://u:p@h"}
     changes = {"tags": {"optim": "a"}, "also": ("tensorboard", "wandb")}
     with open_tracker(settings=changes, say=said.append, **how) as tracker:
         log_steps(tracker, range(1, 3))
@@ -182,9 +175,8 @@ def test_what_a_run_shows_is_without_secrets(
     """)
     assert found.items() >= expected.items()
     assert found["mlflow.source.git.commit"] == "c" * 40
-    assert found["vitscale.code"] == version.short and version.short.startswith(
-        "c" * 12 + "+"
-    )
+    assert found["vitscale.code"] == version.short
+    assert version.short.startswith("c" * 12 + "+")
     params = dict(select(store, "key, value from params"))
     assert params == {
         "optim.lr": "0.001",
@@ -192,26 +184,25 @@ def test_what_a_run_shows_is_without_secrets(
         "launch.nodes": "2",
     }
     sent = yaml.safe_load(artifact(mlflow_database, "config.yaml").read_text())
-    assert sent["data"] == {"path": "http://host/x"} and sent["launch"] == {"nodes": 2}
+    assert sent["data"] == {"path": "http://host/x"}
+    assert sent["launch"] == {"nodes": 2}
     assert artifact(mlflow_database, "pictures/a.png").read_bytes() == b"a picture"
     assert artifact(mlflow_database, f"source-{version.short}.diff").read_text() == (
         "# untracked: vitscale/new.py\n+  api_key: '***'\n+uri: http://host/x\n"
     )
 
 
-def test_a_run_that_mlflow_lost_is_sent_again(open_tracker: Open, store: Store) -> None:
+def test_a_run_that_mlflow_lost_is_sent_again(open_tracker: Open, store: Store):
     with open_tracker() as tracker:
         log_steps(tracker, range(1, 5))
-    for table in ("metrics", "latest_metrics", "params", "tags", "runs"):
+    for table in "metrics latest_metrics params tags runs".split():
         store.execute(f"delete from {table}")
     with open_tracker(resume_step=4) as tracker:
         log_steps(tracker, range(5, 7))
     assert select(store, "step from metrics where key = 'zero'") == [*range(1, 7)]
 
 
-def test_other_ranks_and_an_invalid_address_write_nothing(
-    open_tracker: Open, tmp_path: Path
-) -> None:
+def test_other_ranks_and_an_invalid_address_write_nothing(open_tracker: Open, tmp_path):
     with open_tracker(is_writer=False) as tracker:
         log_steps(tracker, range(1, 3))
     with refused("tracking.uri"):
@@ -220,11 +211,11 @@ def test_other_ranks_and_an_invalid_address_write_nothing(
 
 
 def test_a_store_that_fails_is_a_warning_and_a_missing_package_an_error(
-    open_tracker: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    open_tracker: Open, tmp_path, monkeypatch
+):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/tensorboard").write_text("no folder")
-    said: list[str] = []
+    said = []
     settings = {"uri": "http://127.0.0.1:1", "also": ("tensorboard",)}
     with open_tracker(settings=settings, say=said.append) as tracker:
         log_steps(tracker, range(1, 3))
@@ -241,7 +232,7 @@ def test_a_store_that_fails_is_a_warning_and_a_missing_package_an_error(
         open_tracker(settings={"also": ("wandb",)})
 
 
-def test_logging_does_not_wait_for_the_store(open_tracker: Open, store: Store) -> None:
+def test_logging_does_not_wait_for_the_store(open_tracker: Open, store: Store):
     with open_tracker() as tracker:
         store.execute("begin exclusive")
         log_steps(tracker, range(1, 101))
@@ -250,11 +241,8 @@ def test_logging_does_not_wait_for_the_store(open_tracker: Open, store: Store) -
 
 
 def test_the_node_is_watched_until_the_run_ends(
-    open_tracker: Open,
-    store: Store,
-    mlflow_database: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    open_tracker: Open, store: Store, mlflow_database, monkeypatch
+):
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
     cpu = "key from metrics where key like 'system/%/cpu_utilization_percentage'"
     with open_tracker(settings={"system_metrics": True}) as tracker:
@@ -272,7 +260,7 @@ def test_the_node_is_watched_until_the_run_ends(
 
 
 @pytest.fixture
-def folder(open_tracker: Open, tmp_path: Path) -> Path:
+def folder(open_tracker: Open, tmp_path) -> Path:
     with open_tracker(settings={"uri": None, "experiment": "copies"}) as tracker:
         log_steps(tracker, range(1, 300))
     (tmp_path / "run/results.csv").write_text("a\n")
@@ -281,23 +269,20 @@ def folder(open_tracker: Open, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_copy_is_completed_and_made_once(
-    folder: Path, store: Store, mlflow_database: Path
-) -> None:
-    def content() -> list[Any]:
+def test_a_copy_is_completed_and_made_once(folder, store: Store, mlflow_database):
+    def content():
         tables = [
             select(store, f"* from {each}")
-            for each in ("runs", "metrics", "params", "tags")
+            for each in "runs metrics params tags".split()
         ]
         files = artifact(mlflow_database, "").rglob("*")
         return [*tables, [(path, path.stat().st_mtime_ns) for path in files]]
 
     record = read_record(folder)
-    assert record is not None and (record.status, record.experiment) == (
-        "FINISHED",
-        "copies",
-    )
+    assert record.status == "FINISHED"
+    assert record.experiment == "copies"
     events = read_events(folder)
+
     # The first time, it is interrupted.
     journal = (folder / "journal.jsonl").read_bytes()
     (folder / "journal.jsonl").write_bytes(journal[: len(journal) // 2])
@@ -306,12 +291,16 @@ def test_a_copy_is_completed_and_made_once(
     (folder / "journal.jsonl").write_bytes(journal)
     first = send(folder, mlflow_database)
     assert first.run_id == cut_off.run_id
-    assert cut_off.num_points and cut_off.num_points + first.num_points == 299 * 2
+    assert cut_off.num_points
+    assert cut_off.num_points + first.num_points == 299 * 2
     assert first.num_files == 2  # nothing outside the folder
     before = content()
     again = send(folder, mlflow_database)
-    assert (again.run_id, again.num_points, again.num_files) == (first.run_id, 0, 0)
-    assert content() == before and read_events(folder) == events
+    assert again.run_id == first.run_id
+    assert again.num_points == 0
+    assert again.num_files == 0
+    assert content() == before
+    assert read_events(folder) == events
     times = [int(row.time * 1000) for row, _ in read_rows(folder / "journal.jsonl")]
     assert set(select(store, "timestamp from metrics")) == set(times)
     sql = "status, start_time, end_time from runs"
@@ -319,8 +308,8 @@ def test_a_copy_is_completed_and_made_once(
 
 
 def test_runs_name_the_run_that_their_weights_come_from(
-    folder: Path, store: Store, mlflow_database: Path, open_tracker: Open
-) -> None:
+    folder, store: Store, mlflow_database, open_tracker: Open
+):
     """Also where all are sent by one command, which names them in any order."""
     (folder / "results.json").unlink()  # a link
     origin = {"origin": str(folder / "checkpoints/step-00000010")}
@@ -342,9 +331,9 @@ def test_runs_name_the_run_that_their_weights_come_from(
 
 
 def test_files_are_uploaded_to_the_run_of_a_folder(
-    open_tracker: Open, folder: Path, mlflow_database: Path
-) -> None:
-    said: list[str] = []
+    open_tracker: Open, folder, mlflow_database
+):
+    said = []
     file = folder / "results.csv"
     upload(folder, [file], say=said.append)
     assert not said  # the run is not tracked
@@ -357,7 +346,7 @@ def test_files_are_uploaded_to_the_run_of_a_folder(
     assert said[-1].startswith("warning: not uploaded to MLflow (")
 
 
-def test_final_status_follows_the_error() -> None:
+def test_final_status_follows_the_error():
     endings = {None: "FINISHED", SystemExit(0): "FINISHED", SystemExit(75): "PAUSED"}
     endings |= {
         KeyboardInterrupt(): "KILLED",

@@ -1,13 +1,10 @@
 """Losses against slow formulas and numbers computed by hand; teachers from files and runs."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from safetensors.torch import save_file
 from tests.support.engine.subjects import WORLD
 from tests.support.reference_losses import supervised
 from tests.support.reference_training import Sample
-from vitscale.config.errors import UserError
+from tests.support.tables import Values, every, refused
 from vitscale.data.loader import Batch
 from vitscale.engine.settings import EngineSettings
 from vitscale.objectives.losses import hard_loss, label_loss
@@ -33,16 +30,13 @@ NAME = "test_efficientnet"
 CLASSES = 5
 
 
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "bce"])
-@pytest.mark.parametrize("shares", [None, (0.7, 0.6, 1.0, 0.0)])
-def test_losses_equal_the_papers_formulas(
-    kind: str, shares: tuple[float, ...] | None
-) -> None:
+@every(shares=[None, (0.7, 0.6, 1.0, 0.0)], kind="softmax, sigmoid, bce")
+def test_losses_equal_the_papers_formulas(kind, shares):
     """Of bf16 logits in fp32; with mixed labels too, of which some are equal or have no share."""
     random = torch.Generator().manual_seed(0)
     logits = (torch.randn(8, 7, generator=random) - 6.9).bfloat16()
     labels = torch.tensor([0, 1, 3, 3, 1, 6, 2, 5])
-    options: dict[str, Any] = {"kind": kind}
+    options = {"kind": kind}
     if kind != "bce":
         options["smoothing"] = 1e-2
     right = supervised(**options, share_of=shares and (lambda pair: shares[pair]))
@@ -67,27 +61,27 @@ def distilled(
     *,
     has_token: bool = True,
     mixing: dict[str, torch.Tensor] | None = None,
-    **settings: Any,
+    **settings,
 ) -> tuple[float, float]:
     """The loss of two images, whose logits are the hand-computed ones, and the agreement."""
-    teacher: Any = {"weights": "runs/teacher"}
+    teacher = {"weights": "runs/teacher"}
     values = DistillationSettings.model_validate({"teacher": teacher, **settings})
 
     # The student has both heads' logits, or those of its one head.
-    objective: Any = Distillation(values, seed=0)
+    objective = Distillation(values, seed=0)
     objective.teacher = SimpleNamespace(logits=lambda images: TEACHER.expand(2, 3))
-    engine: Any = SimpleNamespace(
+    engine = SimpleNamespace(
         known_outputs=("heads",) if has_token else (),
         forward=lambda images, output: (CLS.expand(2, 3), DIST.expand(2, 3)),
         logits=lambda images: DIST.expand(2, 3),
     )
     images = torch.zeros(2, 3, 4, 4)
-    batch = Batch(images, torch.tensor(labels), torch.ones(2), **mixing or {})  # type: ignore[arg-type]
+    batch = Batch(images, torch.tensor(labels), torch.ones(2), **mixing or {})
     loss = objective.loss(engine, batch)
     return loss.item(), objective.recorded["train/teacher_agreement"].item()
 
 
-def test_each_head_learns_from_its_own_target() -> None:
+def test_each_head_learns_from_its_own_target():
     """Labels are mixed and smoothed, the teacher's are not. Numbers are computed by hand."""
     loss, agreement = distilled()
     assert loss == pytest.approx(0.5 * 1.407606 + 0.5 * 2.239545, abs=1e-6)
@@ -117,9 +111,10 @@ def test_each_head_learns_from_its_own_target() -> None:
 
 
 @pytest.fixture(scope="module")
-def network() -> Any:
+def network():
     torch.manual_seed(0)
     model = timm.create_model(NAME, num_classes=CLASSES)
+
     # A forward pass in training, so that statistics differ from the first ones.
     model.train()(torch.randn(8, 3, 64, 64))
     return model.eval()
@@ -129,8 +124,8 @@ def opened(
     path: Path,
     *,
     classes: Sequence[str] = "01234",
-    engine: dict[str, Any] | None = None,
-    **settings: Any,
+    engine: Values | None = None,
+    **settings,
 ) -> Teacher:
     chosen = TeacherSettings.model_validate(
         {"model": NAME, "weights": str(path), **settings}
@@ -144,7 +139,7 @@ def opened(
 
 
 @pytest.fixture
-def safetensors(network: Any, tmp_path: Path) -> Path:
+def safetensors(network, tmp_path) -> Path:
     save_file(network.state_dict(), tmp_path / "teacher.safetensors")
     return tmp_path / "teacher.safetensors"
 
@@ -155,9 +150,7 @@ def images(size: int) -> torch.Tensor:
     return torch.randint(256, shape, dtype=torch.uint8, generator=random)
 
 
-def test_logits_are_timms_on_the_teachers_own_pixels(
-    network: Any, safetensors: Path
-) -> None:
+def test_logits_are_timms_on_the_teachers_own_pixels(network, safetensors):
     pixels = images(160)
     mean = torch.tensor(network.pretrained_cfg["mean"]).view(3, 1, 1)
     std = torch.tensor(network.pretrained_cfg["std"]).view(3, 1, 1)
@@ -166,9 +159,7 @@ def test_logits_are_timms_on_the_teachers_own_pixels(
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_teachers_classes_are_matched_by_name(
-    network: Any, safetensors: Path
-) -> None:
+def test_a_teachers_classes_are_matched_by_name(network, safetensors):
     names = ("ant", "bee", "cod", "dog", "eel")
     listed = safetensors.with_name("classes.json")
     listed.write_text(json.dumps(names))
@@ -186,18 +177,18 @@ def test_a_teachers_classes_are_matched_by_name(
         ("01234", "does not predict 5 of 5 classes"),
         (names[:4], "predicts 5 classes, but the label map has 4"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             opened(safetensors, classes=classes)
 
     # Without names on either side the order has to be the same.
     listed.unlink()
     (message,) = opened(safetensors).messages
     assert message.endswith("by position, since neither side has names")
-    with pytest.raises(UserError, match="outputs are unknown"):
+    with refused("outputs are unknown"):
         opened(safetensors, classes=names)
 
 
-def test_images_are_resized_to_the_teachers_size(safetensors: Path) -> None:
+def test_images_are_resized_to_the_teachers_size(safetensors):
     teacher = opened(safetensors, image_size=64)
     seen = []
     teacher.model.network.register_forward_pre_hook(
@@ -210,7 +201,7 @@ def test_images_are_resized_to_the_teachers_size(safetensors: Path) -> None:
     assert opened(safetensors).image_size == 160  # timm's of this network
 
 
-def test_the_teacher_learns_nothing(safetensors: Path) -> None:
+def test_the_teacher_learns_nothing(safetensors):
     """No gradients, eval mode: BatchNorm's statistics stay; no draws from the run's state."""
     torch.manual_seed(3)
     before_state = torch.get_rng_state()
@@ -228,8 +219,9 @@ def test_the_teacher_learns_nothing(safetensors: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before_state)
 
 
-def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path: Path) -> None:
+def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path):
     vit = timm.create_model("test_vit", num_classes=CLASSES)
+
     # Teachers are often published as files of torch.
     path = tmp_path / "vit.pth"
     torch.save(vit.state_dict(), path)
@@ -237,10 +229,10 @@ def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path: Path) -> No
     assert teacher.logits(images(64)).shape == (2, CLASSES)
     compiled = opened(path, model="test_vit", engine={"compile": True})
     for each, is_compiled in ((teacher, False), (compiled, True)):
-        network: Any = each.model.network
+        network = each.model.network
         for block in network.blocks:
             assert (block._compiled_call_impl is not None) == is_compiled
-    with pytest.raises(UserError, match="predicts 5 classes, but the label map has 7"):
+    with refused("predicts 5 classes, but the label map has 7"):
         opened(path, model="test_vit", classes="0123456")
-    with pytest.raises(UserError, match="timm cannot run test_vit on images of 65 px"):
+    with refused("timm cannot run test_vit on images of 65 px"):
         opened(path, model="test_vit", image_size=65)

@@ -1,12 +1,9 @@
 """Means; reports of unreadable samples and skipped updates, and when they end a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +12,7 @@ import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.engine.subjects import WORLD
-from vitscale.config.errors import UserError
+from tests.support.tables import every, refused, rows
 from vitscale.data.order import rank_batches
 from vitscale.data.samples import Unreadable
 from vitscale.data.settings import DataSettings
@@ -34,7 +31,7 @@ from vitscale.training.interval_log import (
 )
 from vitscale.training.session import TrainingSession
 
-STEPS: dict[str, int] = {"total_steps": 100, "warmup_steps": 0, "cooldown_steps": 0}
+STEPS = {"total_steps": 100, "warmup_steps": 0, "cooldown_steps": 0}
 PLAN = TrainingPlan(
     world_size=2,
     global_batch=8,
@@ -44,7 +41,7 @@ PLAN = TrainingPlan(
     **STEPS,
 )
 ORDER = SimpleNamespace(at=lambda position: SimpleNamespace(part=0, sample=position))
-DATA: Any = SimpleNamespace(order=ORDER, parts=())
+DATA = SimpleNamespace(order=ORDER, parts=())
 
 
 def names(samples: Sequence[tuple[int, int]]) -> list[str]:
@@ -55,11 +52,11 @@ class Ranks:
     """What rank 0 gathers: its own, and what `others` send; and what it prints."""
 
     def __init__(self) -> None:
-        self.others: list[Any] = []
-        self.sent: Any = None
-        self.lines: list[str] = []
+        self.others = []
+        self.sent = None
+        self.lines = []
 
-    def gather(self, own: Any) -> list[Any]:
+    def gather(self, own) -> list[Any]:
         self.sent = own
         return [own, *self.others]
 
@@ -87,8 +84,8 @@ class Ranks:
     def report(
         self,
         monitor: UnreadableSampleMonitor,
-        own: Any,
-        other: Any = (),
+        own,
+        other=(),
         num_seen: int = 10,
     ) -> list[str]:
         """The lines that are printed at step 10 of an epoch of 1,000 samples."""
@@ -100,7 +97,7 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+def ranks(monkeypatch) -> Ranks:
     """Instead of collectives; names of samples without an index."""
     ranks = Ranks()
     monkeypatch.setattr(interval_log, "gather_objects", ranks.gather)
@@ -111,7 +108,7 @@ def lost(*samples: int, part: int = 0) -> list[Unreadable]:
     return [Unreadable(part, sample, f"{sample}.tar", "broken") for sample in samples]
 
 
-def test_each_unreadable_sample_is_reported_once(ranks: Ranks) -> None:
+def test_each_unreadable_sample_is_reported_once(ranks: Ranks):
     monitor = ranks.unreadable(0.1)
     lines = ranks.report(monitor, [], lost(*range(UNREADABLE_SHOWN)))
     assert len(lines) == UNREADABLE_SHOWN + 1
@@ -131,37 +128,32 @@ def test_each_unreadable_sample_is_reported_once(ranks: Ranks) -> None:
     )
 
 
-def test_too_many_unreadable_samples_end_the_run(ranks: Ranks) -> None:
+def test_too_many_unreadable_samples_end_the_run(ranks: Ranks):
     monitor = ranks.unreadable(0.01)
     ranks.report(monitor, lost(*range(10)))  # 10 of an epoch of 1,000
     ranks.report(monitor, lost(11), num_seen=2000)  # 11 of 2,000 seen
-    with pytest.raises(
-        UserError, match=r"(?s)0\.tar: 12 samples.*the last: 'key 0 of 0'"
-    ):
+    with refused(r"(?s)0\.tar: 12 samples.*the last: 'key 0 of 0'"):
         ranks.report(monitor, [], lost(0), num_seen=20)
 
 
-def test_samples_replaced_before_a_resume_count(ranks: Ranks) -> None:
+def test_samples_replaced_before_a_resume_count(ranks: Ranks):
     """A run that is stopped often may replace no more samples than one that is not."""
     # A new process, with what the checkpoint says of the old one.
     monitor = ranks.unreadable(0.01, num_replaced=9)
+
     # The limit is of an epoch, 10 samples.
     lines = ranks.report(monitor, lost(5))
     assert lines[-1] == "step 10: 10 samples replaced since step 0"
-    with pytest.raises(UserError, match="11 samples could not be read, more than "):
+    with refused("11 samples could not be read, more than "):
         ranks.report(monitor, lost(6))
 
 
-@pytest.mark.parametrize(
-    ("rank", "expected"),
-    [
-        (0, ["'train-00003'", "'train-00001'"]),
-        (1, ["number 3 of 'train'", "number 1 of 'train'"]),
-    ],
-)
-def test_the_index_is_read_on_the_rank_that_prints_alone(
-    tmp_path: Path, rank: int, expected: list[str]
-) -> None:
+@rows("""
+- [rank, expected]
+- [0, ['''train-00003''', '''train-00001''']]
+- [1, [number 3 of 'train', number 1 of 'train']]
+""")
+def test_the_index_is_read_on_the_rank_that_prints_alone(tmp_path, rank, expected):
     """Damaged or not: other ranks do not look at it."""
     folder = write_shard_folder(tmp_path / "shards", num_per_class=8, num_shards=2)
     data = open_training_set(DataSettings(path=str(folder), global_batch=2), seed=0)
@@ -174,12 +166,12 @@ def test_the_index_is_read_on_the_rank_that_prints_alone(
 # ---- rates ---------------------------------------------------------------------------------------
 
 
-def opened(data: Any, world: World) -> IntervalLog:
+def opened(data, world: World) -> IntervalLog:
     """The log of a run, as far as it needs no engine."""
     health = Health(skipped=0, longest=0, last_step=None, bad_micro_step=None)
-    engine: Any = SimpleNamespace(world=world, health=lambda: health)
-    run: Any = SimpleNamespace(data=SimpleNamespace(max_unreadable_fraction=1.0))
-    tracker: Any = None
+    engine = SimpleNamespace(world=world, health=lambda: health)
+    run = SimpleNamespace(data=SimpleNamespace(max_unreadable_fraction=1.0))
+    tracker = None
     return IntervalLog(
         run,
         PLAN,
@@ -202,15 +194,15 @@ class Seconds:
     def perf_counter(self) -> float:
         return self.now
 
-    def spend(self, seconds: float) -> Any:
-        def work(*_: Any, **__: Any) -> None:
+    def spend(self, seconds: float):
+        def work(*_, **__) -> None:
             self.now += seconds
 
         return work
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Seconds:
+def clock(monkeypatch) -> Seconds:
     """With sums over two equal ranks."""
     clock = Seconds()
     monkeypatch.setattr(interval_log, "time", clock)
@@ -218,23 +210,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Seconds:
     return clock
 
 
-@pytest.mark.parametrize("log_every", [1, 2, 3, 5])
-@pytest.mark.parametrize("evaluate_every", [0, 1, 2, 4])
-@pytest.mark.parametrize("save_every", [3, 100])
+@every(save_every="3, 100", evaluate_every="0, 1, 2, 4", log_every="1, 2, 3, 5")
 def test_rates_leave_out_evaluations_and_saves(
-    monkeypatch: pytest.MonkeyPatch,
-    clock: Seconds,
-    log_every: int,
-    evaluate_every: int,
-    save_every: int,
-) -> None:
+    monkeypatch, clock: Seconds, log_every, evaluate_every, save_every
+):
     """Every interval has the same rate, however long what comes between its steps."""
-    rates: list[float] = []
+    rates = []
     log = opened(DATA, replace(WORLD, world_size=2))
     monkeypatch.setattr(
         log, "write", lambda step, lr: rates.append(log._speed()["vitals/images_per_s"])
     )
-    session: Any = SimpleNamespace(
+    session = SimpleNamespace(
         log=log,
         lr=0.1,
         plan=PLAN,
@@ -255,7 +241,7 @@ def test_rates_leave_out_evaluations_and_saves(
     )
 
     # The first step compiles, and shows in the first interval alone.
-    batch: Any = SimpleNamespace(labels=range(6), unreadable=())
+    batch = SimpleNamespace(labels=range(6), unreadable=())
     clock.now += 57.0
     for step in range(PLAN.total_steps):
         clock.now += 3.0
@@ -267,11 +253,9 @@ def test_rates_leave_out_evaluations_and_saves(
     assert len(rates) >= 100 // log_every - 1
 
 
-def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(
-    clock: Seconds,
-) -> None:
+def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(clock: Seconds):
     log = opened(DATA, replace(WORLD, world_size=2))
-    batch: Any = SimpleNamespace(labels=range(6), unreadable=())
+    batch = SimpleNamespace(labels=range(6), unreadable=())
     log.add_batch(batch)
     with log.waiting():
         clock.now += 2.0
@@ -279,10 +263,10 @@ def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(
     assert log._speed() == {"vitals/images_per_s": 2 * 6 / 8, "vitals/data_wait": 2 / 8}
 
 
-def test_an_update_waits_until_a_save_has_read_the_weights() -> None:
+def test_an_update_waits_until_a_save_has_read_the_weights():
     """After the backward pass, which may run beside the copy."""
-    done: list[str] = []
-    session: Any = SimpleNamespace(
+    done = []
+    session = SimpleNamespace(
         watchdog=SimpleNamespace(mark=lambda doing: None),
         engine=SimpleNamespace(
             backward=lambda loss: done.append("backward"),
@@ -302,12 +286,13 @@ def health(skipped: int, *, longest: int = 1) -> Health:
     return Health(skipped=skipped, longest=longest, last_step=3, bad_micro_step=None)
 
 
-def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks) -> None:
+def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks):
     """Of a bad loss those that its rank read for the micro-step, else all of the step."""
     monitor = ranks.skipped()
     ranks.others = [1]
     for _ in range(2):
         monitor.update(health(2), step=20, loss_scale=None)
+
     # The second micro-step of rank 1 in the step that was skipped.
     read = list(rank_batches(start=16, stop=24, rank=1, world_size=2, micro_batch=2))
     assert read[1] == [22, 23]
@@ -321,36 +306,33 @@ def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks) -> N
     assert ranks.lines[1].endswith(f"the gradient was not finite; samples {samples}")
 
 
-@pytest.mark.parametrize("scale", [None, 1.0])
-def test_too_many_skipped_updates_in_a_row_end_the_run(
-    ranks: Ranks, scale: float | None
-) -> None:
+@every(scale="null, 1.0")
+def test_too_many_skipped_updates_in_a_row_end_the_run(ranks: Ranks, scale):
     """But while fp16 searches its scale."""
     monitor = ranks.skipped()
+
     # Nine are allowed, and ten with a loss scale that can still fall.
     monitor.update(health(9, longest=9), step=20, loss_scale=scale)
     monitor.update(health(19, longest=10), step=20, loss_scale=1024.0)
-    with pytest.raises(
-        UserError, match="10 updates in a row were skipped, the last at step 3"
-    ):
+    with refused("10 updates in a row were skipped, the last at step 3"):
         monitor.update(health(20, longest=10), step=20, loss_scale=scale)
 
 
-@pytest.mark.parametrize("interval", [1, 7, 100, 400])
+@every(interval="1, 7, 100, 400")
 def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
-    ranks: Ranks, interval: int
-) -> None:
+    ranks: Ranks, interval
+):
     few = ranks.skipped()
     many = ranks.skipped()
     for step in range(interval, 801, interval):
         few.update(health(step // 20), step=step, loss_scale=None)
-    with pytest.raises(UserError, match=r"of the last \d+ updates were skipped"):
+    with refused(r"of the last \d+ updates were skipped"):
         for step in range(interval, 401, interval):
             many.update(health(step // 2), step=step, loss_scale=None)
     assert step == max(interval, {1: 22, 7: 28}.get(interval, 0))
 
 
-def test_means_by_name_are_over_ranks_and_finite_values(clock: Seconds) -> None:
+def test_means_by_name_are_over_ranks_and_finite_values(clock: Seconds):
     means = IntervalMeans()
     for value in (1.0, math.nan, 3.0):
         means.add({"a": torch.tensor(value), "b": torch.tensor(math.inf)})

@@ -1,7 +1,5 @@
 """Reports of wrong configurations, word for word: tests/golden/config_errors.txt."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys
@@ -15,10 +13,9 @@ from tests.support.golden import Golden
 from tests.support.waiting import ROOT
 from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run
-from vitscale.config.section import Run
 from vitscale.runs.data_prep import DataPrepRun
 
-STAGES: dict[str, type[Run]] = {
+STAGES = {
     "data_prep": DataPrepRun,
     "pretrain": PretrainRun,
     "finetune": FinetuneRun,
@@ -185,7 +182,7 @@ def words_of(commands: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "choice").mkdir()
     for name, text in FILES.items():
@@ -199,7 +196,7 @@ def report(path: str, *overrides: str) -> str:
     return "\n".join(error.text() for error in caught.value.errors)
 
 
-def test_every_report_reads_as_it_did(here: Path, golden: Golden) -> None:
+def test_every_report_reads_as_it_did(here, golden: Golden):
     blocks = [
         f"$ {' '.join(command)}\n{report(*command)}\n" for command in words_of(COMMANDS)
     ]
@@ -207,11 +204,11 @@ def test_every_report_reads_as_it_did(here: Path, golden: Golden) -> None:
 
 
 @pytest.mark.parametrize("overrides", words_of(ACCEPTED), ids=str)
-def test_near_combinations_are_accepted(here: Path, overrides: list[str]) -> None:
+def test_near_combinations_are_accepted(here, overrides):
     load_run(STAGES, "a.yaml", overrides=overrides)
 
 
-def test_a_script_prints_the_whole_report(here: Path) -> None:
+def test_a_script_prints_the_whole_report(here):
     command = ("many.yaml", "oops", "engine.precision=fp8")
     done = script("pretrain/main.py", "--config", *command)
     assert done.returncode == 2
@@ -223,7 +220,7 @@ def test_a_script_prints_the_whole_report(here: Path) -> None:
     )
 
 
-def test_a_printed_configuration_is_the_run(here: Path) -> None:
+def test_a_printed_configuration_is_the_run(here):
     first = script(
         "pretrain/main.py", "--config", "a.yaml", "optim.lr=2e-3", "--print-config"
     )

@@ -1,10 +1,7 @@
 """data_prep/find_duplicates.py, and shards made again without the copies that it found."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,6 +11,7 @@ from PIL import Image, ImageOps
 from tests.support.corpora.image_corpus import ledger, make_shards, run_script
 from tests.support.corpora.image_samples import encoded, rotated
 from tests.support.corpora.shard_folders import photo
+from tests.support.tables import Values, every
 from vitscale.data.index import read_manifest, sample_keys
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
@@ -45,12 +43,12 @@ def write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def find(*arguments: object, rc: int = 0) -> str:
+def find(*arguments, rc: int = 0) -> str:
     return run_script("find_duplicates", *arguments, rc=rc)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def made(tmp_path_factory) -> tuple[Path, Path]:
     """(source, shards): different pictures in `train`, and copies of those in `val` beside them."""
     base = tmp_path_factory.mktemp("duplicates")
     source = base / "images"
@@ -66,26 +64,28 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return source, base / "shards"
 
 
-def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
+def rows_of(folder: Path) -> dict[str, Values]:
     table = pq.read_table(folder / "duplicates.parquet").to_pylist()
     rows = {row["path"]: row for row in table}
     assert len(rows) == len(table)
     return rows
 
 
-def test_every_promised_copy_is_found(made: tuple[Path, Path], tmp_path: Path) -> None:
+def test_every_promised_copy_is_found(made, tmp_path):
     _, shards = made
     text = find(shards, "--similar", "--output", tmp_path / "found")
     rows = rows_of(tmp_path / "found")
     key_of = {path: row["key"] for path, row in rows.items()}
     for number, name in enumerate(COPIES):
         row = rows[f"train/cat/copy_{number}_{name}"]
-        assert not row["keep"] and row["copy_of"] == key_of[f"val/cat/{number}.png"]
+        assert not row["keep"]
+        assert row["copy_of"] == key_of[f"val/cat/{number}.png"]
         assert 0.99 <= row["similarity"] <= 1
     twins = [rows[f"train/cat/{name}.png"] for name in ("00", "twin")]
     assert sorted(row["keep"] for row in twins) == [False, True]
     (lost,) = (row for row in twins if not row["keep"])
-    assert lost["similarity"] == 1 and lost["copy_of"] in {row["key"] for row in twins}
+    assert lost["similarity"] == 1
+    assert lost["copy_of"] in {row["key"] for row in twins}
     kept = [row for row in rows.values() if row["keep"]]
     assert len(kept) == NUM_PICTURES + len(COPIES)
     assert all(row["copy_of"] is None and row["similarity"] is None for row in kept)
@@ -99,29 +99,30 @@ def test_every_promised_copy_is_found(made: tuple[Path, Path], tmp_path: Path) -
     assert "cannot be decoded" not in text
 
 
-def test_without_similar_only_equal_bytes_are_copies(made: tuple[Path, Path]) -> None:
+def test_without_similar_only_equal_bytes_are_copies(made):
     _, shards = made
     find(shards)
     rows = rows_of(shards.with_name("shards-duplicates"))
     find(shards, "--output", shards / "manifest.json/found", rc=2)
+
     # The copy saved as PNG has other bytes.
     assert sum(not row["keep"] for row in rows.values()) == 1
     assert not shards.with_name("shards-duplicates").joinpath("pairs.png").exists()
 
 
-@pytest.mark.parametrize("as_shards", [False, True])
-def test_images_of_an_evaluation_set_are_found(
-    as_shards: bool, made: tuple[Path, Path], tmp_path: Path
-) -> None:
+@every(as_shards="false, true")
+def test_images_of_an_evaluation_set_are_found(as_shards, made, tmp_path):
     source, shards = made
     seen = tmp_path / "evaluation/x"
     write(seen / "seen.jpg", encoded(ImageOps.mirror(picture(3)), "JPEG", quality=85))
     write(seen / "equal.png", encoded(picture(4), "PNG"))
     write(seen / "new.jpg", photo(5000))
     (seen / "notes.txt").write_text("no image")
-    other, name = seen.parent, f"{seen}/{{}}"
+    other = seen.parent
+    name = f"{seen}/{{}}"
     if as_shards:
-        other, name = tmp_path / "other", f"{tmp_path}/other/train-x-{{}}"
+        other = tmp_path / "other"
+        name = f"{tmp_path}/other/train-x-{{}}"
         make_shards(tmp_path / "evaluation", other, *CHECKS)
         find(
             other,
@@ -143,11 +144,12 @@ def test_images_of_an_evaluation_set_are_found(
     for path, copy_of in (("03", "seen.jpg"), ("04", "equal.png")):
         row = rows[f"train/cat/{path}.png"]
         copy_of = copy_of.partition(".")[0] if as_shards else copy_of
-        assert not row["keep"] and row["copy_of"] == name.format(copy_of)
+        assert not row["keep"]
+        assert row["copy_of"] == name.format(copy_of)
     assert "no such folder" in find(shards, "--against", tmp_path / "missing", rc=2)
 
 
-def test_converted_originals_and_other_classes_are_found(tmp_path: Path) -> None:
+def test_converted_originals_and_other_classes_are_found(tmp_path):
     original = encoded(picture(1).convert("CMYK"), "JPEG", quality=90)
     for name in ("cat/a.jpg", "dog/b.jpg", "dog/c.jpg"):
         write(tmp_path / "images" / name, original)
@@ -163,33 +165,33 @@ def test_converted_originals_and_other_classes_are_found(tmp_path: Path) -> None
     rows = rows_of(tmp_path / "shards-duplicates").values()
     pairs = [(row["class"], row["class_of_copied"]) for row in rows if not row["keep"]]
     num_mixed = sum(one != other for one, other in pairs)
-    assert len(pairs) == 2 and num_mixed in (1, 2)
+    assert len(pairs) == 2
+    assert num_mixed in (1, 2)
     assert f"note: {num_mixed} copies have another class" in text
 
     # The shards have none of the bytes of the evaluation set.
     text = find(tmp_path / "shards", "--against", tmp_path / "seen")
-    assert "3 of an image of --against" in text and "another class" not in text
+    assert "3 of an image of --against" in text
+    assert "another class" not in text
 
 
-def test_a_full_disk_is_an_error_of_storage(
-    made: tuple[Path, Path], small_disk: Path
-) -> None:
+def test_a_full_disk_is_an_error_of_storage(made, small_disk):
     (small_disk / "filler").write_bytes(bytes(1 << 20))
     assert "No space left" in find(made[1], "--output", small_disk / "found", rc=74)
     words = (made[1], "--sheet", small_disk / "sheet.png")
     assert "No space left" in run_script("verify_shards", *words, rc=74)
 
 
-def test_shards_are_made_and_trained_on_without_copies(
-    made: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_shards_are_made_and_trained_on_without_copies(made, tmp_path):
     source, shards = made
     find(shards, "--similar", "--output", tmp_path / "found")
-    table, keys = tmp_path / "found/duplicates.parquet", tmp_path / "found/keep.txt"
+    table = tmp_path / "found/duplicates.parquet"
+    keys = tmp_path / "found/keep.txt"
     text = make_shards(
         source, tmp_path / "again", SPLITS, *CHECKS, f"source.leave_out={table}"
     )
-    found, rows = rows_of(tmp_path / "found"), ledger(tmp_path / "again")
+    found = rows_of(tmp_path / "found")
+    rows = ledger(tmp_path / "again")
     reasons = {path: row["reason"] for path, row in rows.items()}
     assert reasons == {
         path: None if row["keep"] else "left_out" for path, row in found.items()
@@ -197,7 +199,8 @@ def test_shards_are_made_and_trained_on_without_copies(
     assert {path: row["detail"] for path, row in rows.items()} == {
         path: row["copy_of"] for path, row in found.items()
     }
-    num, kept = len(rows), NUM_PICTURES + len(COPIES)
+    num = len(rows)
+    kept = NUM_PICTURES + len(COPIES)
     assert f"{num} inputs = {kept} kept + {num - kept} rejected" in text
     samples = {
         name: e.num_samples
@@ -212,20 +215,21 @@ def test_shards_are_made_and_trained_on_without_copies(
     }
 
 
-def test_a_list_of_other_images_is_refused(
-    made: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_list_of_other_images_is_refused(made, tmp_path):
     source, shards = made
     find(shards, "--output", tmp_path / "found")
     write(tmp_path / "others/cat/a.png", encoded(picture(7), "PNG"))
     (copy,) = (
         path for path, row in rows_of(tmp_path / "found").items() if not row["keep"]
     )
+
     # Another corpus, and another layout of the same one.
     options = (f"source.leave_out={tmp_path}/found/duplicates.parquet", *CHECKS)
     for other in (tmp_path / "others", source / "train"):
         text = make_shards(other, tmp_path / "again", *options, rc=2)
-        assert "1 of the 1 copies in" in text and repr(copy) in text
+        assert "1 of the 1 copies in" in text
+        assert repr(copy) in text
     options = (SPLITS, *CHECKS, "source.leave_out=missing")
     text = make_shards(source, tmp_path / "again", *options, rc=2)
-    assert "source.leave_out" in text and "cannot be read" in text
+    assert "source.leave_out" in text
+    assert "cannot be read" in text

@@ -4,13 +4,9 @@ The images of tests/golden/images, JPEGs: grey, CMYK, progressive, rotated by EX
 RGB, palette; one text file. The split test holds every other one.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,6 +17,7 @@ from tests.support.corpora import image_corpus
 from tests.support.corpora.external_tars import tar_bytes, write_tars
 from tests.support.corpora.image_corpus import run_script
 from tests.support.golden import FOLDER, Golden
+from tests.support.tables import Values, every
 
 HELD_OUT = ("source.splits={}", "source.holdout_fraction=0.3", "shards.min_shards=2")
 IMAGES = FOLDER / "images"
@@ -91,7 +88,7 @@ def path_table(root: Path) -> None:
 
 
 # kind -> (writer, source.splits)
-KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
+KINDS = {
     "image_folder": (image_folder, "{train: train, test: test}"),
     "class_tars": (class_tars, "{train: train, test: test.tar}"),
     "webdataset": (webdataset_tars, '{train: "train-{0..1}.tar", test: "test-*.tar"}'),
@@ -109,13 +106,13 @@ def make_shards(source: Path, output: Path, *settings: str) -> None:
     image_corpus.make_shards(source, output, *common, *settings)
 
 
-def contents(folder: Path) -> dict[str, Any]:
+def contents(folder: Path) -> Values:
     """What must not change: tars, fingerprints, index and the outcome of every input."""
     manifest = json.loads((folder / "manifest.json").read_text())
     ledger = pq.read_table(folder / "ledger.parquet").to_pylist()
     index = pq.read_table(folder / "index.parquet").to_pylist()
     outcomes = [
-        [row[name] for name in ("split", "path", "status", "reason")] for row in ledger
+        [row[name] for name in "split path status reason".split()] for row in ledger
     ]
     return {
         "tars": {
@@ -136,9 +133,10 @@ def contents(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "held out"])
-def test_shards_keep_their_bytes(kind: str, golden: Golden, tmp_path: Path) -> None:
-    source, shards = tmp_path / "in", tmp_path / "out"
+@every(kind=[*KINDS, "held out"])
+def test_shards_keep_their_bytes(kind, golden: Golden, tmp_path):
+    source = tmp_path / "in"
+    shards = tmp_path / "out"
     if kind == "held out":
         image_folder(source)
         make_shards(source / "train", shards, *HELD_OUT)
@@ -147,12 +145,13 @@ def test_shards_keep_their_bytes(kind: str, golden: Golden, tmp_path: Path) -> N
         write(source)
         make_shards(source, shards, f"source.kind={kind}", f"source.splits={splits}")
     golden.json(f"shards/{kind.replace(' ', '_')}.json", contents(shards))
+
     # Nothing was unpacked beside the output.
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
 
 
 @pytest.fixture(scope="module")
-def shards(golden: Golden, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards(golden: Golden, tmp_path_factory) -> Path:
     """A shard folder that was made when the golden files were last renewed."""
 
     def make(folder: Path) -> None:
@@ -164,11 +163,9 @@ def shards(golden: Golden, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(stored, tmp_path_factory.mktemp("golden") / "shards"))
 
 
-def test_a_stored_folder_is_valid(shards: Path) -> None:
+def test_a_stored_folder_is_valid(shards):
     assert "valid" in run_script("verify_shards", shards)
 
 
-def test_a_stored_folder_has_the_contents_of_a_new_one(
-    shards: Path, golden: Golden
-) -> None:
+def test_a_stored_folder_has_the_contents_of_a_new_one(shards, golden: Golden):
     golden.json("shards/image_folder.json", contents(shards))

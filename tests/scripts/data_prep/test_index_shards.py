@@ -1,17 +1,13 @@
 """data_prep/index_shards.py on the tar layouts of other projects; killed, shared, or at a URL."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
 import shutil
 import tarfile
 from collections import Counter
-from pathlib import Path
 
 import pyarrow.parquet as pq
-import pytest
 from PIL import Image
 
 from data_prep.index_shards import STEPS
@@ -44,12 +40,13 @@ from vitscale.data.settings import RemoteSettings
 from vitscale.runs.data_prep import DataPrepRun
 
 
-def test_img2dataset_layout(tmp_path: Path) -> None:
+def test_img2dataset_layout(tmp_path):
     stored = img2dataset_layout(tmp_path / "tars", tars=3, samples=10)
     before = contents(tmp_path / "tars")
     printed = index(tmp_path / "tars", tmp_path / "index", "source.label=json:synset")
     assert "24 inputs = 24 kept + 0 rejected" in printed
     assert samples(tmp_path / "index", "train") == stored
+
     # The files of facts beside the tars are no inputs.
     assert Counter(row["reason"] for row in ledger(tmp_path / "index").values()) == {
         None: 24
@@ -62,10 +59,11 @@ def test_img2dataset_layout(tmp_path: Path) -> None:
     other = run_index(
         tmp_path / "tars", tmp_path / "index", "source.label=json:caption"
     )
-    assert other.returncode == 2 and "exists already" in other.stderr
+    assert other.returncode == 2
+    assert "exists already" in other.stderr
 
 
-def test_imagenet_22k_layout_with_both_label_spaces(tmp_path: Path) -> None:
+def test_imagenet_22k_layout_with_both_label_spaces(tmp_path):
     tars = tmp_path / "tars"
     rows = list(
         imagenet_22k_layout(tars, splits={"train": 3, "validation": 1}, samples=6)
@@ -106,7 +104,7 @@ def test_imagenet_22k_layout_with_both_label_spaces(tmp_path: Path) -> None:
     verify(tmp_path / "12k")
 
 
-def test_hugging_face_layout_with_named_labels(tmp_path: Path) -> None:
+def test_hugging_face_layout_with_named_labels(tmp_path):
     stored = hugging_face_layout(tmp_path / "repo", tars=2, samples=6)
     index(tmp_path / "repo/data", tmp_path / "index", "source.splits={train: train}")
     assert samples(tmp_path / "index", "train") == stored
@@ -116,7 +114,7 @@ def test_hugging_face_layout_with_named_labels(tmp_path: Path) -> None:
     assert names == ["train/0000.tar", "train/0001.tar"]
 
 
-def test_indexing_our_shards_reproduces_their_index(tmp_path: Path) -> None:
+def test_indexing_our_shards_reproduces_their_index(tmp_path):
     made = make_shard_folder(
         tmp_path / "shards", lengths={"train": (13, 12)}, rejected=()
     )
@@ -132,7 +130,7 @@ def test_indexing_our_shards_reproduces_their_index(tmp_path: Path) -> None:
     assert old.to_pylist() == new.to_pylist()
 
 
-def test_tars_of_images_alone_give_an_index_without_labels(tmp_path: Path) -> None:
+def test_tars_of_images_alone_give_an_index_without_labels(tmp_path):
     rows = [{"__key__": f"k{i}", "jpg": photo(i)} for i in range(3)]
     write_tar(
         tmp_path / "tars/a.tar", [*rows, {"__key__": "k3", "jpg": photo(3), "cls": 7}]
@@ -143,15 +141,18 @@ def test_tars_of_images_alone_give_an_index_without_labels(tmp_path: Path) -> No
         in refused.stderr
     )
     text = index(tmp_path / "tars", tmp_path / "index", "labels.values=none")
-    assert "no labels" in text and "mae/b16" in text and "data.val_split=null" in text
+    assert "no labels" in text
+    assert "mae/b16" in text
+    assert "data.val_split=null" in text
     assert read_split(tmp_path / "index", split="train").label.tolist() == [-1] * 4
     assert read_manifest(tmp_path / "index").classes == ()
     assert {row["class"] for row in ledger(tmp_path / "index").values()} == {None}
     verify(tmp_path / "index")
 
 
-def test_unusable_inputs_are_in_the_ledger(tmp_path: Path) -> None:
+def test_unusable_inputs_are_in_the_ledger(tmp_path):
     good = [{"__key__": f"good{i}", "jpg": photo(i), "cls": 0} for i in range(38)]
+
     # What decoders can turn into RGB is never converted.
     cmyk = encoded(Image.new("CMYK", (30, 20)), "JPEG", exif=rotated(6))
     good.append({"__key__": "cmyk", "jpg": cmyk, "cls": 0})
@@ -167,7 +168,8 @@ def test_unusable_inputs_are_in_the_ledger(tmp_path: Path) -> None:
     data = (tmp_path / "tars/b.tar").read_bytes()
     (tmp_path / "tars/b.tar").write_bytes(data[: 3 * 2048 + 100])
     refused = run_index(tmp_path / "tars", tmp_path / "index")
-    assert refused.returncode == 2 and "images are bad" in refused.stderr
+    assert refused.returncode == 2
+    assert "images are bad" in refused.stderr
     assert "label where source.label says: cls or json:FIELD in tars" in refused.stderr
     assert not (tmp_path / "index").exists()
     index(tmp_path / "tars", tmp_path / "index", "images.max_bad_fraction=0.3")
@@ -180,18 +182,22 @@ def test_unusable_inputs_are_in_the_ledger(tmp_path: Path) -> None:
     assert reasons["imageless.cls"] == "no_image"
     assert reasons["b.tar"] == "truncated_tar"
     assert samples(tmp_path / "index", "train")["cmyk"] == (cmyk, "0")
+
     # Both tars have good0: these keys got the name of their tar.
     found = samples(tmp_path / "index", "train")
-    assert len(found) == 40 and {"a/good0", "b/good0"} <= found.keys()
+    assert len(found) == 40
+    assert {"a/good0", "b/good0"} <= found.keys()
+
     # The tar was truncated before indexing, so it still equals its index.
     verify(tmp_path / "index")
     with open(tmp_path / "tars/b.tar", "r+b") as file:
         file.truncate(3 * 2048)
     finished = run(VERIFY, tmp_path / "index")
-    assert finished.returncode == 2 and "b.tar: content differs" in finished.stdout
+    assert finished.returncode == 2
+    assert "b.tar: content differs" in finished.stdout
 
 
-def test_the_path_of_the_tars_is_relative_if_movable(tmp_path: Path) -> None:
+def test_the_path_of_the_tars_is_relative_if_movable(tmp_path):
     hugging_face_layout(tmp_path / "here/tars", tars=1, samples=6)
     tars = tmp_path / "here/tars/data/train"
     index(tars, tmp_path / "here/index")
@@ -203,7 +209,8 @@ def test_the_path_of_the_tars_is_relative_if_movable(tmp_path: Path) -> None:
     shutil.move(tmp_path / "here", tmp_path / "there")
     assert len(samples(tmp_path / "there/index", "train")) == 6
     finished = run(VERIFY, tmp_path / "index")
-    assert finished.returncode == 2 and "cannot be read" in finished.stdout
+    assert finished.returncode == 2
+    assert "cannot be read" in finished.stdout
 
 
 @rows("""
@@ -217,9 +224,7 @@ def test_the_path_of_the_tars_is_relative_if_movable(tmp_path: Path) -> None:
   - - 3 classes of the source (6 images) are not among the 1,000
     - ; 0 images match
 """)
-def test_settings_that_rewrite_tars_are_refused(
-    tmp_path: Path, overrides: str, messages: list[str]
-) -> None:
+def test_settings_that_rewrite_tars_are_refused(tmp_path, overrides, messages):
     hugging_face_layout(tmp_path / "repo", tars=1, samples=6)
     finished = run_index(
         tmp_path / "repo/data/train", tmp_path / "index", *overrides.split()
@@ -231,20 +236,19 @@ def test_settings_that_rewrite_tars_are_refused(
     assert not (tmp_path / "index").exists()
 
 
-def test_tars_sorted_by_class_are_refused_for_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tars_sorted_by_class_are_refused_for_training(tmp_path, monkeypatch):
     monkeypatch.setattr("vitscale.data.order.BLOCK_SHARDS", 1)
     for label in range(20):
         rows = [{"__key__": f"{i}", "jpg": photo(0), "cls": label} for i in range(20)]
         write_tar(tmp_path / "tars" / f"{label:03d}.tar", rows)
     text = run_index(tmp_path / "tars", tmp_path / "index", "num_workers=1").stderr
     assert "1 of its 20 tars at a time, which have 1 classes" in text
-    assert "next: write shuffled ones" in text and not (tmp_path / "index").exists()
+    assert "next: write shuffled ones" in text
+    assert not (tmp_path / "index").exists()
     index(tmp_path / "tars", tmp_path / "index", 'source.splits={val: "*.tar"}')
 
 
-def test_a_tar_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
+def test_a_tar_that_changes_meanwhile_is_refused(tmp_path):
     hugging_face_layout(tmp_path / "repo", tars=3, samples=6)
     tars = tmp_path / "repo/data/train"
     arguments = index_command(tars, tmp_path / "index")
@@ -256,13 +260,12 @@ def test_a_tar_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     run_steps(work, STEPS[:2], num_workers=1)
     os.utime(sorted(tars.glob("*.tar"))[0], ns=(1, 1))
     finished = run_index(tars, tmp_path / "index")
-    assert finished.returncode == 2 and "changed while" in finished.stderr
+    assert finished.returncode == 2
+    assert "changed while" in finished.stderr
     index(tars, tmp_path / "index")
 
 
-def test_tars_at_a_url_are_indexed_in_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tars_at_a_url_are_indexed_in_place(tmp_path, monkeypatch):
     """An outage loses no tar; nothing is copied; the index equals the local one."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     hugging_face_layout(tmp_path / "repo", tars=4, samples=6)
@@ -273,16 +276,15 @@ def test_tars_at_a_url_are_indexed_in_place(
         splits = f"source.splits={{train: '{{{','.join(names)}}}'}}"
         server.fault = lambda path, number: "forbidden" if path == names[2] else None
         failed = run_index(server.url, tmp_path / "index", splits, "num_workers=1")
-        assert (
-            failed.returncode == 74 and f"{names[2]}: cannot be read" in failed.stderr
-        )
+        assert failed.returncode == 74
+        assert f"{names[2]}: cannot be read" in failed.stderr
         work = tmp_path / ".index.preparing"
-        assert len(list(work.glob("tars/*.arrow"))) == 2 and not list(
-            work.rglob("*.tar")
-        )
+        assert len(list(work.glob("tars/*.arrow"))) == 2
+        assert not list(work.rglob("*.tar"))
         server.fault = lambda path, number: None
         server.requests.clear()
         index(server.url, tmp_path / "index", splits)
+
         # Only the sizes of what was done before.
         assert (
             server.requests[names[0]]
@@ -290,7 +292,8 @@ def test_tars_at_a_url_are_indexed_in_place(
             < server.requests[names[3]]
         )
         found, local = (read_manifest(tmp_path / name) for name in ("index", "local"))
-        assert found.splits == local.splits and found.shards_root == server.url
+        assert found.splits == local.splits
+        assert found.shards_root == server.url
         assert found.index_blake3 == local.index_blake3
         info = json.loads((tmp_path / "index/_info.json").read_text())["splits"]
         assert info["train"]["filenames"][0].startswith(f"{server.url}/")
@@ -300,6 +303,7 @@ def test_tars_at_a_url_are_indexed_in_place(
         )
         first = read_split(tmp_path / "local", split="train").read(3)
         assert entries.read(3) == first
+
         # Cut exactly at a header, without its end mark: Python takes that for the end.
         with tarfile.open(tars / names[1]) as tar:
             header = tar.getmembers()[-3].offset
@@ -307,7 +311,8 @@ def test_tars_at_a_url_are_indexed_in_place(
         printed = index(
             server.url, tmp_path / "cut", splits, "images.max_bad_fraction=0.1"
         )
-        assert "1 truncated_tar" in printed and names[1] in printed
+        assert "1 truncated_tar" in printed
+        assert names[1] in printed
     assert (
         "server cannot list"
         in run_index("http://127.0.0.1:9/a", tmp_path / "other").stderr

@@ -1,7 +1,5 @@
 """External readers on our shards and indexes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -20,6 +18,7 @@ from tests.support.corpora.image_samples import decoded
 from tests.support.corpora.indexing import index
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.levels import by_level
+from tests.support.tables import every
 from vitscale.data.index import read_manifest, read_split
 
 # Key, label and BLAKE3 of the image's bytes, equal for all readers.
@@ -74,7 +73,7 @@ def digits(digits_shards: Path) -> Shards:
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Shards:
+def mixed(tmp_path_factory) -> Shards:
     """JPEG, PNG and WebP mixed, as in a web crawl."""
     folder = tmp_path_factory.mktemp("mixed") / "shards"
     make_shard_folder(folder, lengths={"train": (7, 6), "val": (4,)})
@@ -82,11 +81,11 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Shards:
 
 
 @pytest.fixture(params=["digits", "mixed"])
-def shards(request: pytest.FixtureRequest) -> Shards:
+def shards(request) -> Shards:
     return request.getfixturevalue(request.param)
 
 
-def test_webdataset_reads_the_indexed_samples(shards: Shards) -> None:
+def test_webdataset_reads_the_indexed_samples(shards: Shards):
     for split in shards.splits:
         entry = read_manifest(shards.folder).splits[split]
         last = len(entry.shards) - 1
@@ -99,12 +98,10 @@ def test_webdataset_reads_the_indexed_samples(shards: Shards) -> None:
         assert found == shards.indexed(split)
 
 
-@pytest.mark.parametrize(
-    "streaming", by_level([False, True], fast=[True], slow=[False])
-)
+@every(streaming=by_level([False, True], fast=[True], slow=[False]))
 def test_hugging_face_datasets_reads_the_indexed_samples(
-    digits: Shards, streaming: bool, tmp_path: Path
-) -> None:
+    digits: Shards, streaming, tmp_path
+):
     offline = {
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
@@ -134,12 +131,12 @@ def timm_pixels(folder: Path, split: str) -> list[tuple[int, bytes]]:
     ]
 
 
-def test_timm_reads_the_indexed_samples(shards: Shards) -> None:
+def test_timm_reads_the_indexed_samples(shards: Shards):
     for split in shards.splits:
         assert timm_pixels(shards.folder, split) == shards.pixels(split)
 
 
-def test_timm_reads_external_tars_through_our_index(tmp_path: Path) -> None:
+def test_timm_reads_external_tars_through_our_index(tmp_path):
     list(imagenet_22k_layout(tmp_path / "tars", splits={"train": 2}, samples=5))
     settings = ["labels.space=imagenet_22k", "labels.values=index"]
     folder = tmp_path / "index"

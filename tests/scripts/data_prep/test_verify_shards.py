@@ -1,7 +1,5 @@
 """data_prep/verify_shards.py as people run it, and the entry points that it writes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from vitscale.data.training_set import open_training_set
 from vitscale.images.crops import RegionDecoder, missing
 
 
-def test_a_sheet_has_a_row_of_images_for_each_class(tmp_path: Path) -> None:
+def test_a_sheet_has_a_row_of_images_for_each_class(tmp_path):
     make_shard_folder(tmp_path / "shards", classes=("cat", "dog", "eel"))
     run_script(
         "verify_shards", tmp_path / "shards", "--sheet", tmp_path / "new/sheet.png"
@@ -32,7 +30,8 @@ def test_a_sheet_has_a_row_of_images_for_each_class(tmp_path: Path) -> None:
     text = run_script(
         "verify_shards", tmp_path / "shards", "--sheet", tmp_path / "s.png", rc=2
     )
-    assert "image's bytes differ" in text and f"written: {tmp_path}/s.png" in text
+    assert "image's bytes differ" in text
+    assert f"written: {tmp_path}/s.png" in text
     assert "SHARDS: s3://b/c is a URL" in run_script("verify_shards", "s3://b/c", rc=2)
 
 
@@ -40,7 +39,7 @@ SIZE = 24
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def folders(tmp_path_factory) -> tuple[Path, Path]:
     """The same shards, plain and with entry points."""
     if why := missing("region"):
         skip_or_fail(f"the region decoder does not work here: {why}")
@@ -52,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return base / "plain", base / "with"
 
 
-def test_they_change_no_other_file(folders: tuple[Path, Path]) -> None:
+def test_they_change_no_other_file(folders):
     plain, written = folders
     assert not (plain / "entry_points").exists()
     for path in plain.glob("*.*"):
@@ -61,18 +60,17 @@ def test_they_change_no_other_file(folders: tuple[Path, Path]) -> None:
     assert names == {path.stem + ".jpt" for path in plain.glob("*.tar")}
 
 
-def test_the_loader_uses_them_and_gives_the_same_pixels(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[int] = []
+def test_the_loader_uses_them_and_gives_the_same_pixels(folders, monkeypatch):
+    given = []
     crop = RegionDecoder.crop
 
-    def counted(self, data, request, *, out=None):  # type: ignore[no-untyped-def]  # as replaced
+    def counted(self, data, request, *, out=None):  # as replaced
         given.append(len(request.entry_points))
         return crop(self, data, request, out=out)
 
     monkeypatch.setattr(RegionDecoder, "crop", counted)
-    pixels, num_given = [], []
+    pixels = []
+    num_given = []
     for folder in folders:
         given.clear()
         data = DataSettings(
@@ -89,4 +87,5 @@ def test_the_loader_uses_them_and_gives_the_same_pixels(
         pixels.append(out)
         num_given.append(sum(map(bool, given)))
     assert torch.equal(*pixels)
-    assert num_given[0] == 0 and num_given[1] > 4
+    assert num_given[0] == 0
+    assert num_given[1] > 4

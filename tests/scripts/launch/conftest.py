@@ -1,7 +1,5 @@
 """A job on a SLURM of shell scripts: submitted by launch/slurm.py, and run by bash."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -66,6 +64,7 @@ class FakeSlurm:
         self.write("state", state)
         self.write("calls", "")
         script = (self.folder / "slurm/script").read_text()
+
         # Quoted where a folder for temporary files has a space.
         (log,) = shlex.split(
             re.findall(r"#SBATCH --output=(.*)", script)[0].replace("%j", "12")
@@ -102,7 +101,7 @@ class FakeSlurm:
 
 
 @pytest.fixture(scope="session")
-def submitted(tmp_path_factory: pytest.TempPathFactory) -> FakeSlurm:
+def submitted(tmp_path_factory) -> FakeSlurm:
     """A job that was submitted and never ran; not to be changed."""
     slurm = FakeSlurm(folder=tmp_path_factory.mktemp("slurm"))
     (slurm.folder / "slurm").mkdir()
@@ -114,7 +113,7 @@ def submitted(tmp_path_factory: pytest.TempPathFactory) -> FakeSlurm:
 
 
 @pytest.fixture
-def slurm(submitted: FakeSlurm, tmp_path: Path) -> FakeSlurm:
+def slurm(submitted: FakeSlurm, tmp_path) -> FakeSlurm:
     folder = tmp_path / "job"
     shutil.copytree(submitted.folder, folder, symlinks=True)
     slurm = FakeSlurm(folder=folder)

@@ -1,7 +1,5 @@
 """A chain through launch/local.py with real trainings: stopped, resumed, with a failing stage."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -47,7 +45,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_a_stopped_chain_resumes_and_reports_failures(tmp_path: Path) -> None:
+def test_a_stopped_chain_resumes_and_reports_failures(tmp_path):
     make_shard_folder(tmp_path / "shards")
     for stage in ("pretrain", "finetune"):
         (tmp_path / f"{stage}.yaml").write_text(json.dumps(RUN | {"stage": stage}))
@@ -55,7 +53,6 @@ def test_a_stopped_chain_resumes_and_reports_failures(tmp_path: Path) -> None:
 
     for number, code in {signal.SIGTERM: 75, signal.SIGINT: 130}.items():
         chain = start(tmp_path)
-        assert chain.stdout is not None
         next(
             line
             for line in iter(chain.stdout.readline, "")
@@ -64,7 +61,8 @@ def test_a_stopped_chain_resumes_and_reports_failures(tmp_path: Path) -> None:
         chain.send_signal(number)
         output, _ = chain.communicate(timeout=PATIENCE_S)
         assert chain.returncode == code, output
-        assert "the same command resumes the chain" in output and "[2/3]" not in output
+        assert "the same command resumes the chain" in output
+        assert "[2/3]" not in output
 
     for times in (1, 2):
         chain = start(tmp_path)

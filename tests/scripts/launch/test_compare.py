@@ -1,7 +1,5 @@
 """launch/compare.py as a command."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re
@@ -16,6 +14,7 @@ from launch.comparison.page import render
 from launch.comparison.runs import ComparedRun
 from tests.support.corpora.indexing import run
 from tests.support.levels import skip_or_fail
+from tests.support.tables import lines
 from tests.support.waiting import PATIENCE_S, ROOT
 from vitscale.tracking.journal import Row
 from vitscale.tracking.settings import TrackingSettings
@@ -46,7 +45,7 @@ def make_run(root: Path, name: str, *, lr: float, gain: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("compare")
     make_run(root, "small-lr", lr=0.001, gain=0.5)
     make_run(root, "large-lr", lr=0.01, gain=0.75)
@@ -56,7 +55,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_text_and_report_show_differences(root: Path) -> None:
+def test_text_and_report_show_differences(root):
     done = run_compare(root, "runs/small-lr", "large-lr")
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -65,76 +64,73 @@ def test_text_and_report_show_differences(root: Path) -> None:
     assert ["val/top1", "final", "0.5", "0.75"] in lines
     assert ["delta", "-", "+0.25", "better"] in lines
     assert done.stdout.rstrip().endswith("report: runs/compare.html")
+
     # The page as it is written: one file that loads nothing.
     text = (root / "runs/compare.html").read_text().partition("<script>")[0]
     references = re.findall(r"(?:src|href)=.(.{11})", text)
-    assert references and set(references) == {"data:image/"}
+    assert references
+    assert set(references) == {"data:image/"}
     assert not re.search("<(link|iframe|object)", text)
-    assert "@import" not in text and "url(" not in text
+    assert "@import" not in text
+    assert "url(" not in text
     assert "large-lr is best: val/top1 0.75; next is small-lr, 0.5." in text
-    assert "They differ in optim.lr." in text and "over optim.lr" in text
+    assert "They differ in optim.lr." in text
+    assert "over optim.lr" in text
     assert "<figcaption>train/loss</figcaption>" in text
-    assert "<h3>attention of a 7</h3>" in text and "data:image/png;base64" in text
+    assert "<h3>attention of a 7</h3>" in text
+    assert "data:image/png;base64" in text
 
 
-def test_runs_are_found_in_mlflow_by_name_and_id(
-    tmp_path: Path, mlflow_database: Path
-) -> None:
+def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path, mlflow_database):
     uri = f"sqlite:///{mlflow_database}"
     wrong = run_compare(tmp_path, "--filter", "params.seed = 7", "--uri", uri)
-    assert wrong.returncode == 2 and wrong.stderr.startswith(
-        "error:\n--filter: MLflow at "
-    )
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error:\n--filter: MLflow at ")
     make_run(tmp_path, "stored", lr=0.125, gain=0.875)
     sent = run_compare(tmp_path, "sync", "stored", "--uri", uri)
     assert sent.returncode == 0, sent.stderr
     run_id = sent.stdout.partition("; run ")[2].split()[0]
-    here, there = (
-        run_compare(tmp_path, "stored"),
-        run_compare(tmp_path, "stored", "--uri", uri),
-    )
+    here = run_compare(tmp_path, "stored")
+    there = run_compare(tmp_path, "stored", "--uri", uri)
     origins = re.findall(r"stored +(\d{4}-\d\d-\d\d.*)", here.stdout + there.stdout)
-    assert len(origins) == 2 and len(set(origins)) == 1
+    assert len(origins) == 2
+    assert len(set(origins)) == 1
     assert "; digits, 9 images;" in origins[0]
+
     # The same name below runs/ with other values: --uri selects that of MLflow.
     shutil.rmtree(tmp_path / "runs/stored")
     make_run(tmp_path, "stored", lr=0.5, gain=0.25)
     done = run_compare(tmp_path, "stored", run_id, "runs/stored", "--uri", uri)
     assert done.returncode == 0, done.stderr
-    assert "0.875" in done.stdout and done.stdout.count(f"MLflow run {run_id}") == 1
-    assert (
-        "stored (2)" in done.stdout
-        and "0.25" in done.stdout
-        and "finished" in done.stdout
-    )
+    assert "0.875" in done.stdout
+    assert done.stdout.count(f"MLflow run {run_id}") == 1
+    assert "stored (2)" in done.stdout
+    assert "0.25" in done.stdout
+    assert "finished" in done.stdout
     found = run_compare(tmp_path, "--filter", "params.optim.lr = '0.125'", "--uri", uri)
     assert found.returncode == 0, found.stderr
-    assert f"MLflow run {run_id}" in found.stdout and "0.875" in found.stdout
+    assert f"MLflow run {run_id}" in found.stdout
+    assert "0.875" in found.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "no run given"),
-        (("small-lr", "--filter", "params.seed = '7'"), "both runs and --filter"),
-        (("--filter", "params.seed = '7'"), "no run with metrics matches"),
-        (("stored", "--uri", "mlruns"), "'mlruns' is not a tracking URI"),
-        (("small-lr", "--output", "/proc/none/x.html"), "cannot be written"),
-        (("small-lr", "--output", "x.pdf"), "'x.pdf' is not an HTML file"),
-    ],
-)
-def test_bad_input_is_reported_with_exit_code_2(
-    root: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    done = run_compare(root, *arguments)
+@lines("""
+words|message
+|no run given
+small-lr --filter params.seed='7'|both runs and --filter
+--filter params.seed='7'|no run with metrics matches
+stored --uri mlruns|'mlruns' is not a tracking URI
+small-lr --output /proc/none/x.html|cannot be written
+small-lr --output x.pdf|'x.pdf' is not an HTML file
+""")
+def test_bad_input_is_reported_with_exit_code_2(root, words, message):
+    done = run_compare(root, *words.split())
     assert done.returncode == 2
-    assert message in done.stderr and "Traceback" not in done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
-def test_a_browser_draws_the_charts_and_shows_hostile_names_as_text(
-    tmp_path: Path,
-) -> None:
+def test_a_browser_draws_the_charts_and_shows_hostile_names_as_text(tmp_path):
     chromium = shutil.which("chromium") or skip_or_fail("no chromium on this machine")
     evil = "<img src=x onerror=document.title='evil'>"
     evil += "</script><script>document.title='evil'</script>"
@@ -174,11 +170,7 @@ def test_a_browser_draws_the_charts_and_shows_hostile_names_as_text(
     assert shown.count('class="main-svg"') >= 2 * 3
     assert shown.count('class="js-line"') >= 2 * 2
     body = shown.partition("<body")[2].partition("<script")[0]
-    assert (
-        "<img" not in body
-        and "evil" not in shown.partition("<title>")[2].partition("<")[0][:9]
-    )
-    assert (
-        'class="legendtext"' in body
-        and "&lt;img src=x" in body.partition("legendtext")[2]
-    )
+    assert "<img" not in body
+    assert "evil" not in shown.partition("<title>")[2].partition("<")[0][:9]
+    assert 'class="legendtext"' in body
+    assert "&lt;img src=x" in body.partition("legendtext")[2]

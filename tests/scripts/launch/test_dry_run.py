@@ -1,15 +1,12 @@
 """Plan, checks, batch scripts word for word and refusals of launch/slurm.py; sweeps typed there."""
 
-from __future__ import annotations
-
 import re
 import sys
-
-import pytest
 
 from launch.planning.dry_run import slurm_check
 from tests.scripts.launch.conftest import FakeSlurm
 from tests.support.golden import Golden
+from tests.support.tables import every
 from tests.support.waiting import ROOT
 
 PARTITIONS = """\
@@ -64,10 +61,8 @@ def normal(text: str, slurm: FakeSlurm) -> str:
     return re.sub(r"/code-[0-9a-f]{12}\b", "/code-HASH", text.strip()) + "\n"
 
 
-@pytest.mark.parametrize("name", DRY_RUNS)
-def test_a_dry_run_shows_the_batch_script(
-    name: str, submitted: FakeSlurm, golden: Golden
-) -> None:
+@every(name=DRY_RUNS)
+def test_a_dry_run_shows_the_batch_script(name, submitted: FakeSlurm, golden: Golden):
     (submitted.folder / "data.yaml").write_text(DATA)
     before = sorted(submitted.folder.rglob("*"))
     output = submitted.call("launch/slurm.py", "--dry-run", "--config", *DRY_RUNS[name])
@@ -76,9 +71,7 @@ def test_a_dry_run_shows_the_batch_script(
     golden.text(f"sbatch/{name}.sh", normal(script, submitted))
 
 
-def test_a_later_job_waits_for_the_earlier_one(
-    slurm: FakeSlurm, golden: Golden
-) -> None:
+def test_a_later_job_waits_for_the_earlier_one(slurm: FakeSlurm, golden: Golden):
     (link,) = (slurm.run_folder / "slurm").glob("*.sh")
     slurm.write(
         "queue", f"12|12|RUNNING|None|1764000000|n[1-2]|1763990000|/x/{link.name}\n"
@@ -98,7 +91,7 @@ def test_a_later_job_waits_for_the_earlier_one(
     assert "submitted job 12" in slurm.call(*command)
 
 
-def test_a_job_of_a_chain_runs_only_after_a_success(slurm: FakeSlurm) -> None:
+def test_a_job_of_a_chain_runs_only_after_a_success(slurm: FakeSlurm):
     """After a failure of what it needs, SLURM cancels it (man sbatch, --kill-on-invalid-dep)."""
     stages = "{name: a, config: run.yaml}, {name: b, config: run.yaml, after: [a]}"
     chain = f"stage: chain\nname: two\nstages: [{stages}]\n"
@@ -110,7 +103,7 @@ def test_a_job_of_a_chain_runs_only_after_a_success(slurm: FakeSlurm) -> None:
     assert "--kill-on-invalid-dep=yes\n" in script
 
 
-def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm) -> None:
+def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm):
     before = sorted(submitted.folder.rglob("*"))
     sweep = ("optim.lr=[1e-3, 2e-3]", "name=grid", "launch.gpus_per_node=1")
     sweep += ("launch.gpu_request=none",)  # they come with the partition
@@ -127,7 +120,7 @@ def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm) -> Non
     )
 
 
-def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm) -> None:
+def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm):
     output = submitted.call(
         "launch/slurm.py",
         "--dry-run",
@@ -141,32 +134,33 @@ def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm) -> None:
     assert "lr: 0.002" in output
     assert rows["batch"] == "global batch 2 = 2 ranks x 1 images x 1 accumulated"
     assert rows["steps"].startswith("100 steps, 200 images = ")
-    assert (
-        "0.002" in rows["learning rate"]
-        and "GFLOPs per training image" in rows["compute"]
-    )
+    assert "0.002" in rows["learning rate"]
+    assert "GFLOPs per training image" in rows["compute"]
     checks = output.partition("# Checks\n")[2].partition("\n\n")[0]
-    assert "configuration  ok" in checks and "SLURM" not in checks
+    assert "configuration  ok" in checks
+    assert "SLURM" not in checks
     more = ("launch.nodes=2-8", "launch.tasks_per_node=4", "data.global_batch=64")
     output = submitted.call(
         "launch/slurm.py", "--dry-run", "--config", "run.yaml", *more
     )
     used = "used: 8, 4, 2 (the global batch divides over these)"
     assert f"2 to 8, as many as are free at each start; {used}" in output
-    assert "32 ranks x 2 images" in output and "(on 2 nodes, ZeRO " in output
+    assert "32 ranks x 2 images" in output
+    assert "(on 2 nodes, ZeRO " in output
 
 
-def test_a_data_preparation_is_an_array(submitted: FakeSlurm) -> None:
+def test_a_data_preparation_is_an_array(submitted: FakeSlurm):
     (submitted.folder / "data.yaml").write_text(DATA)
     output = submitted.call("launch/slurm.py", "--dry-run", "--config", "data.yaml")
     assert "64 task(s) x 8 core(s) = 512 core(s), as a SLURM array" in output
+
     # A task uses the cores that it requested, not all that the node has.
     assert "\nnum_workers: 8\n" in output
     follow = ("launch/slurm.py", "--config", "data.yaml", "--follow")
     assert "are for one job" in submitted.call(*follow, code=2)
 
 
-def test_what_slurm_refuses_is_said_and_leaves_no_files(slurm: FakeSlurm) -> None:
+def test_what_slurm_refuses_is_said_and_leaves_no_files(slurm: FakeSlurm):
     command = ("launch/slurm.py", "--config", "run.yaml", "launch.snapshot=true")
     assert "SLURM          ok " in slurm.call(*command, "--dry-run")
     slurm.write("refusal", "sbatch: error: no such nodes")
@@ -179,9 +173,7 @@ def test_what_slurm_refuses_is_said_and_leaves_no_files(slurm: FakeSlurm) -> Non
     assert sorted(slurm.folder.rglob("*")) == before
 
 
-def test_more_time_than_a_partition_allows_is_said(
-    submitted: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_time_than_a_partition_allows_is_said(submitted: FakeSlurm, monkeypatch):
     for name, value in submitted.environment.items():
         monkeypatch.setenv(name, value)
     submitted.write("partitions", PARTITIONS)
@@ -195,15 +187,17 @@ def test_more_time_than_a_partition_allows_is_said(
     assert slurm_check(script)[0].result == "ok"
 
 
-def test_refusals_are_short_and_complete(slurm: FakeSlurm) -> None:
+def test_refusals_are_short_and_complete(slurm: FakeSlurm):
     (slurm.folder / "sbatch").symlink_to("/bin/true")  # without srun
     command = ("launch/slurm.py", "--config", "run.yaml", "name=other")
     without = slurm.call(*command, slurm=False, code=2)
     assert "no SLURM on this machine" in without
-    assert "vitscale launch --local" in without and "--dry-run" in without
+    assert "vitscale launch --local" in without
+    assert "--dry-run" in without
     bad = ("launch.nodes=3", "data.global_batch=64", "engine.device=cuda")
     errors = slurm.call(*command, *bad, code=2)
-    assert "64 images are not divisible by 3 tasks" in errors and "63 or 66" in errors
+    assert "64 images are not divisible by 3 tasks" in errors
+    assert "63 or 66" in errors
     free = ("launch.tasks_per_node=2", "data.global_batch=6")
     wrong = {
         "2-3": "6 images are not divisible by 4 tasks",
@@ -212,5 +206,6 @@ def test_refusals_are_short_and_complete(slurm: FakeSlurm) -> None:
     }
     for nodes, error in wrong.items():
         assert error in slurm.call(*command, *free, f"launch.nodes={nodes}", code=2)
-    assert "launch.gpus_per_node" in errors and "Traceback" not in errors + without
+    assert "launch.gpus_per_node" in errors
+    assert "Traceback" not in errors + without
     assert not (slurm.folder / "runs/other").exists()

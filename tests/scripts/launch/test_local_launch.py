@@ -1,7 +1,5 @@
 """Local jobs: stand-in stages as real processes, started as launch/local.py does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -16,8 +14,9 @@ import pytest
 from launch.jobs.attempts import Ending, read_attempts
 from launch.jobs.processes import LogTail, run_here
 from launch.jobs.submission import StageJob
+from tests.support.tables import every, refused
 from tests.support.waiting import PATIENCE_S, ROOT, wait_until
-from vitscale.config.errors import FailureKind, UserError
+from vitscale.config.errors import FailureKind
 from vitscale.distributed.processes import is_alive
 
 pytestmark = pytest.mark.distributed
@@ -82,7 +81,7 @@ WAITING = """
 """
 
 
-def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path: Path) -> None:
+def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path):
     command = [
         sys.executable,
         ROOT / "launch/local.py",
@@ -92,17 +91,15 @@ def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path: Path) -> N
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     error = "error:\nno: no such folder\n  next: correct the path"
-    assert done.returncode == 2 and done.stderr.startswith(error)
+    assert done.returncode == 2
+    assert done.stderr.startswith(error)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "death",
-    ["raise RuntimeError('out of ideas')", "os.kill(os.getpid(), signal.SIGKILL)"],
+@every(
+    death="raise RuntimeError('out of ideas'), 'os.kill(os.getpid(), signal.SIGKILL)'"
 )
-def test_one_failing_rank_ends_the_others_and_is_named(
-    tmp_path: Path, death: str
-) -> None:
+def test_one_failing_rank_ends_the_others_and_is_named(tmp_path, death):
     process = start(
         tmp_path,
         f"""
@@ -117,8 +114,10 @@ def test_one_failing_rank_ends_the_others_and_is_named(
     )
     output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
-    assert "rank 0 was here" in output and "rank 1 was here" not in output
-    assert "rank 1" in errors and "rank 1 was here" in errors
+    assert "rank 0 was here" in output
+    assert "rank 1 was here" not in output
+    assert "rank 1" in errors
+    assert "rank 1 was here" in errors
     assert ("out of ideas" in errors) == ("out of ideas" in death)
     (attempt,) = read_attempts(tmp_path)
     assert attempt.ending is Ending.FAILED
@@ -128,10 +127,8 @@ def test_one_failing_rank_ends_the_others_and_is_named(
     assert attempt.reason.startswith("rank 1 ")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_with_a_checkpoint(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+@every(number=[signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_with_a_checkpoint(tmp_path, number):
     early = start(
         tmp_path,
         WAITING,
@@ -152,9 +149,7 @@ def test_a_signal_stops_with_a_checkpoint(
     ] * 2
 
 
-def test_ranks_do_not_obey_what_the_shell_says_of_another_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_do_not_obey_what_the_shell_says_of_another_job(tmp_path, monkeypatch):
     words = """
     MASTER_ADDR=192.0.2.1 WORLD_SIZE=64 GLOO_SOCKET_IFNAME=ib7 NCCL_SOCKET_IFNAME=ib7
     LOCAL_SIZE=8 LOCAL_RANK=7 SLURM_PROCID=3 VITSCALE_SITE=site.yaml
@@ -172,7 +167,8 @@ def test_ranks_do_not_obey_what_the_shell_says_of_another_job(
         seen = (tmp_path / f"seen-{rank}").read_text().split()
         own = ["127.0.0.1", "2", None, None, None, str(rank), None, ""]
         assert seen == [*map(repr, own)], errors
-    assert "GLOO_SOCKET_IFNAME" in output and "not used" in output
+    assert "GLOO_SOCKET_IFNAME" in output
+    assert "not used" in output
 
 
 STUBBORN = """
@@ -184,7 +180,7 @@ STUBBORN = """
 """
 
 
-def test_ctrl_c_and_a_second_one_leave_no_process(tmp_path: Path) -> None:
+def test_ctrl_c_and_a_second_one_leave_no_process(tmp_path):
     process = start(tmp_path, STUBBORN)
     tasks = pids(process, tmp_path)
     process.send_signal(signal.SIGINT)
@@ -196,7 +192,7 @@ def test_ctrl_c_and_a_second_one_leave_no_process(tmp_path: Path) -> None:
     await_end(tasks)
 
 
-def test_a_closed_output_pipe_leaves_no_process(tmp_path: Path) -> None:
+def test_a_closed_output_pipe_leaves_no_process(tmp_path):
     process = start(
         tmp_path,
         """
@@ -208,7 +204,6 @@ def test_a_closed_output_pipe_leaves_no_process(tmp_path: Path) -> None:
         """,
     )
     tasks = pids(process, tmp_path)
-    assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert "BrokenPipeError" in process.stderr.read()
     assert process.wait(timeout=PATIENCE_S) not in (0, 75)
@@ -226,9 +221,7 @@ def test_a_closed_output_pipe_leaves_no_process(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_sigterm_before_tasks_handle_it_is_not_a_failure(
-    tmp_path: Path, rank_0: str, code: int
-) -> None:
+def test_sigterm_before_tasks_handle_it_is_not_a_failure(tmp_path, rank_0, code):
     process = start(
         tmp_path,
         f"""
@@ -247,19 +240,17 @@ def test_sigterm_before_tasks_handle_it_is_not_a_failure(
     await_end(tasks)
 
 
-def test_a_missing_interpreter_is_one_error(tmp_path: Path) -> None:
+def test_a_missing_interpreter_is_one_error(tmp_path):
     job = StageJob(
         script="stage.py", config=str(tmp_path / "c"), run_folder=str(tmp_path)
     )
     stop = SimpleNamespace(is_set=False)
-    with pytest.raises(UserError, match="'/lost/python' cannot be started"):
-        run_here(job, python="/lost/python", num_procs=2, stop=stop)  # type: ignore[arg-type]
+    with refused("'/lost/python' cannot be started"):
+        run_here(job, python="/lost/python", num_procs=2, stop=stop)
     assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.FAILED]
 
 
-def test_a_log_is_shown_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_is_shown_whole(tmp_path, capsys):
     tail = LogTail(tmp_path / "log")
     for seen in ("é".encode()[:1], "é".encode(), "éa".encode()):
         tail.path.write_bytes(seen)
@@ -267,9 +258,7 @@ def test_a_log_is_shown_whole(
     assert capsys.readouterr().out == "éa"
 
 
-def test_a_signal_before_the_script_handles_it_ends_a_task_of_a_job(
-    tmp_path: Path,
-) -> None:
+def test_a_signal_before_the_script_handles_it_ends_a_task_of_a_job(tmp_path):
     program = """
 import os, signal
 from types import SimpleNamespace
@@ -286,7 +275,5 @@ submission.StageJob(script="stage.py", config="c")()
         [sys.executable, "-u", "-c", program],
         cwd=tmp_path, env=env, capture_output=True, text=True,
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (
-        75,
-        "''\nstopped by SIGUSR2; finished work is kept\n",
-    )
+    assert done.returncode == 75
+    assert done.stdout == "''\nstopped by SIGUSR2; finished work is kept\n"

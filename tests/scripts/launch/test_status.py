@@ -1,18 +1,16 @@
 """What launch/status.py shows of a run, and what its batch script decides at an attempt's end."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
 import time
-from typing import Any
 
 import pytest
 
 from launch.jobs.attempts import read_attempts
 from tests.scripts.launch.conftest import FakeSlurm
 from tests.support.golden import Golden
+from tests.support.tables import every
 from tests.support.waiting import ROOT
 
 # What ranks leave behind: the start of a training of 100 steps, a logged step, its checkpoint.
@@ -70,17 +68,17 @@ KEYS = (
 )
 
 
-@pytest.mark.parametrize("case", STATES.splitlines())
-def test_status_shows(case: str, slurm: FakeSlurm, golden: Golden) -> None:
+@every(case=STATES.splitlines())
+def test_status_shows(case, slurm: FakeSlurm, golden: Golden):
     name, ranks, *job = case.split("|")
     answers = any(job)
     if answers:
         (link,) = (slurm.run_folder / "slurm").glob("*.sh")
         now = int(time.time())
         nodes = "n[1-2]" if job[0] == "RUNNING" else ""
-        number = (
-            "13" if name == "queued_again" else "12"
-        )  # another job than the attempt's
+
+        # Another job than the attempt's.
+        number = "13" if name == "queued_again" else "12"
         row = (number, number, *job, now, nodes, now - 600, f"/x/{link.name}")
         slurm.write("queue", "|".join(map(str, row)) + "\n")
     if ranks:
@@ -95,7 +93,7 @@ def test_status_shows(case: str, slurm: FakeSlurm, golden: Golden) -> None:
     golden.text(f"status/{name}.txt", "\n".join([normal(text), *lines, ""]))
 
 
-def value_at(run: Any, path: str) -> Any:
+def value_at(run, path: str):
     for key in path.split("/"):
         run = None if run is None else run[key]
     return run
@@ -129,8 +127,8 @@ FAIL 76|76|no|the training diverged
 """
 
 
-@pytest.mark.parametrize("case", ENDINGS.splitlines())
-def test_the_end_of_the_ranks_decides(case: str, slurm: FakeSlurm) -> None:
+@every(case=ENDINGS.splitlines())
+def test_the_end_of_the_ranks_decides(case, slurm: FakeSlurm):
     ranks, code, requeued, text = case.split("|")
     ranks = re.sub(r"FAIL (\d+)", lambda found: FAILED.format(code=found[1]), ranks)
     ranks = ranks.replace("KILLED", KILLED)
@@ -143,30 +141,29 @@ def test_the_end_of_the_ranks_decides(case: str, slurm: FakeSlurm) -> None:
     assert text in slurm.log
 
 
-def test_ranks_are_started_on_all_nodes(slurm: FakeSlurm) -> None:
+def test_ranks_are_started_on_all_nodes(slurm: FakeSlurm):
     slurm.run_job('echo "port $MASTER_PORT, attempt $VITSCALE_ATTEMPT"; exit 0')
     (srun,) = [line for line in slurm.calls if line.startswith("srun")]
-    assert (
-        "--kill-on-bad-exit=1" in srun and f"_submit {slurm.run_folder}/slurm/" in srun
-    )
-    assert "attempt 12/0" in slurm.log and "port ," not in slurm.log
+    assert "--kill-on-bad-exit=1" in srun
+    assert f"_submit {slurm.run_folder}/slurm/" in srun
+    assert "attempt 12/0" in slurm.log
+    assert "port ," not in slurm.log
 
 
-def test_ranks_are_started_on_as_many_nodes_as_the_batch_divides_over(
-    slurm: FakeSlurm,
-) -> None:
+def test_ranks_are_started_on_as_many_nodes_as_the_batch_divides_over(slurm: FakeSlurm):
     free = ("launch.nodes=1-3", "launch.tasks_per_node=2", "data.global_batch=6")
     slurm.call("launch/slurm.py", "--config", "run.yaml", *free)
     slurm.run_job('echo "$SLURM_NTASKS tasks on $SLURM_NNODES"; exit 0')
-    assert "using 1 of 2 nodes, over which" in slurm.log and "2 tasks on 1" in slurm.log
+    assert "using 1 of 2 nodes, over which" in slurm.log
+    assert "2 tasks on 1" in slurm.log
 
 
-def test_a_job_that_slurm_ends_is_left_alone(slurm: FakeSlurm) -> None:
+def test_a_job_that_slurm_ends_is_left_alone(slurm: FakeSlurm):
     assert slurm.run_job(FAILED.format(code=75), state="COMPLETING") == 75
     assert not slurm.is_requeued
 
 
-def test_a_job_is_requeued_where_python_does_not_start(slurm: FakeSlurm) -> None:
+def test_a_job_is_requeued_where_python_does_not_start(slurm: FakeSlurm):
     script = (slurm.folder / "slurm/script").read_text()
     slurm.write(
         "script", script.replace("# setup\n", "# setup\nexport PYTHONHOME=/nowhere\n")

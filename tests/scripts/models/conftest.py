@@ -1,7 +1,5 @@
 """Start the scripts on tiny shards, once for many tests."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,8 @@ from tests.support.ranks.fault_runs import wait_all
 from tests.support.ranks.warm_ranks import ROOT, WarmStarter
 
 WEIGHTS = FOLDER / "weights"
-NPZ, SAFETENSORS = WEIGHTS / "google/model.npz", WEIGHTS / "timm/model.safetensors"
+NPZ = WEIGHTS / "google/model.npz"
+SAFETENSORS = WEIGHTS / "timm/model.safetensors"
 # Weights in a file do not tell their heads where Google's do.
 NUM_HEADS = "model={name: vit, num_heads: 2}"
 FINETUNE = """\
@@ -50,7 +49,7 @@ class Scripts:
     ) -> str:
         start = self.folder / f"start-{len(list(self.folder.iterdir()))}"
         start.mkdir()
-        command: list[str | Path] = [ROOT / f"finetune/{script}.py", *words]
+        command = [ROOT / f"finetune/{script}.py", *words]
         ranks = self.starter.start(command, num_ranks=num_ranks, folder=start)
         assert set(wait_all(ranks)) == {code}, ranks[0].output()
         return ranks[0].output()
@@ -59,11 +58,12 @@ class Scripts:
         self, name: str, *words: str | Path, num_ranks: int = 1
     ) -> tuple[Path, dict[str, list[float]]]:
         """Train for two steps; the run folder, and the values of each metric."""
-        config, run = self.folder / f"{name}.yaml", self.folder / name
+        config = self.folder / f"{name}.yaml"
+        run = self.folder / name
         config.write_text(FINETUNE)
         given = (f"data.path={self.shards}", f"output={run}")
         self.run("main", "--config", config, *given, *words, num_ranks=num_ranks)
-        metrics: dict[str, list[float]] = {}
+        metrics = {}
         for line in (run / "journal.jsonl").read_text().splitlines():
             for key, value in json.loads(line).items():
                 if key in ("train/loss", "train/grad_norm") or key.startswith("val/"):
@@ -72,9 +72,7 @@ class Scripts:
 
 
 @pytest.fixture(scope="session")
-def scripts(
-    warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory
-) -> Scripts:
+def scripts(warm_starter: WarmStarter, tmp_path_factory) -> Scripts:
     folder = tmp_path_factory.mktemp("scripts")
     make_shard_folder(folder / "shards", lengths={"train": (20, 16), "test": (7, 5)})
     images = folder / "images"

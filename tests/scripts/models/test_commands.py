@@ -1,13 +1,10 @@
 """The commands of `finetune/`, started as users start them, on stored weights and on a run."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -21,6 +18,7 @@ from finetune.settings import PICTURES
 from tests.scripts.models.conftest import NPZ, NUM_HEADS, SAFETENSORS, Scripts
 from tests.support.corpora.shard_folders import image_bytes
 from tests.support.golden import Golden
+from tests.support.tables import Values
 from vitscale import ShardDataset, load_model
 from vitscale.data.index import read_manifest
 
@@ -44,7 +42,7 @@ onnx: [model.onnx, vitscale.json]
 Run = tuple[Path, dict[str, list[float]]]
 
 
-def predictions(path: Path) -> list[dict[str, Any]]:
+def predictions(path: Path) -> list[Values]:
     """Rows of a table, with names instead of paths and numbers instead of text."""
     if path.suffix == ".parquet":
         rows = pq.read_table(path).to_pylist()
@@ -77,13 +75,14 @@ def results(folder: Path) -> dict[str, float]:
             assert {
                 key: str("" if row[key] is None else row[key]) for key in row
             } == cells
-            assert f"| {row['metric']} " in line and f"| {row['value']:.4f} " in line
+            assert f"| {row['metric']} " in line
+            assert f"| {row['value']:.4f} " in line
     return {row["metric"]: row["value"] for row in stored}
 
 
 def test_finetuning_starts_from_weight_files(
     golden: Golden, scripts: Scripts, from_npz: Run
-) -> None:
+):
     """Positions are resampled; the first keeps its head, the second gets a head of zeros."""
     words = (f"init={SAFETENSORS}", "position_embedding=timm")
     like_deit3 = (
@@ -99,7 +98,7 @@ def test_finetuning_starts_from_weight_files(
 
 def test_evaluations_of_files_and_of_a_run(
     golden: Golden, scripts: Scripts, from_npz: Run
-) -> None:
+):
     found = {}
     data = (f"data.path={scripts.shards}", "data.num_workers=0", "tracking.uri=null")
     printed = scripts.run("evaluate_model", f"init={NPZ}", *data, code=2)
@@ -111,6 +110,7 @@ def test_evaluations_of_files_and_of_a_run(
     (scripts.folder / "classes.json").write_text(
         json.dumps(read_manifest(scripts.shards).classes)
     )
+
     # The last one is the same evaluation again.
     for name, words in (
         ("npz", (f"init={npz}", SMOOTHED, *data)),
@@ -137,10 +137,11 @@ def test_evaluations_of_files_and_of_a_run(
     printed = scripts.run(
         "evaluate_model", f"init={NPZ}", *data, f"output={from_npz[0]}", code=2
     )
-    assert "is the run folder of a training" in printed and "Traceback" not in printed
+    assert "is the run folder of a training" in printed
+    assert "Traceback" not in printed
 
 
-def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts) -> None:
+def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts):
     found = {}
     for name, words, inputs in (
         ("npz.csv", (f"init={NPZ}", SMOOTHED), scripts.shards),
@@ -159,12 +160,12 @@ def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts) -> Non
 
 
 def test_unreadable_images_do_not_end_the_command(
-    scripts: Scripts, from_npz: Run, tmp_path: Path
-) -> None:
+    scripts: Scripts, from_npz: Run, tmp_path
+):
     """Images of folders are read in order; hidden and other files are left out."""
     below = tmp_path / "in/below"
     (below / ".hidden").mkdir(parents=True)
-    for name in ("../a.jpg", "b.JPG", "d.jpg", ".hidden/x.jpg", ".y.jpg", "notes.txt"):
+    for name in "../a.jpg b.JPG d.jpg .hidden/x.jpg .y.jpg notes.txt".split():
         (below / name).write_bytes(image_bytes("jpg", seed=1))
     (below / "c.jpg").write_bytes(b"\xff\xd8\xff no image")
     (below / "e.jpg").touch()
@@ -174,7 +175,8 @@ def test_unreadable_images_do_not_end_the_command(
     output = tmp_path / "out/table.parquet"
     words = (f"init={from_npz[0]}", "compute.device=cpu", tmp_path / "in")
     said = scripts.run("predict", *words, f"output={output}", "top=2", num_ranks=2)
-    assert "8 images, 5 of them unreadable" in said and "left out 1 files" in said
+    assert "8 images, 5 of them unreadable" in said
+    assert "left out 1 files" in said
     rows = pq.read_table(output).to_pylist()
     names = [
         "a.jpg",
@@ -193,14 +195,16 @@ def test_unreadable_images_do_not_end_the_command(
     assert rows[0]["class_1"] == rows[1]["class_1"]
     assert [path.name for path in output.parent.iterdir()] == ["table.parquet"]
     printed = scripts.run("predict", *words)
-    assert "c.jpg: cannot be read" in printed and printed.count("%") == 9
+    assert "c.jpg: cannot be read" in printed
+    assert printed.count("%") == 9
     bad = f"output={tmp_path}/in/a.jpg/table.csv"
     printed = scripts.run("predict", *words, bad, code=2)
-    assert f"{bad}: cannot be written" in printed and "Traceback" not in printed
+    assert f"{bad}: cannot be written" in printed
+    assert "Traceback" not in printed
 
 
 @pytest.mark.slow
-def test_every_format_is_exported_with_a_card(scripts: Scripts, from_npz: Run) -> None:
+def test_every_format_is_exported_with_a_card(scripts: Scripts, from_npz: Run):
     for to, files in FORMATS.items():
         folder = scripts.folder / f"exported-{to}"
         printed = scripts.run("export", f"init={from_npz[0]}", "--to", to, folder)
@@ -219,19 +223,20 @@ def test_every_format_is_exported_with_a_card(scripts: Scripts, from_npz: Run) -
         ((scripts.folder / "new", "mlflow=true"), "no MLflow run trained this model"),
     ):
         printed = scripts.run("export", f"init={NPZ}", "--to", "npz", *more, code=2)
-        assert message in printed and "Traceback" not in printed
+        assert message in printed
+        assert "Traceback" not in printed
     assert not (scripts.folder / "new").exists()
 
 
-def test_own_code_predicts_as_the_command(
-    scripts: Scripts, from_npz: Run, tmp_path: Path
-) -> None:
+def test_own_code_predicts_as_the_command(scripts: Scripts, from_npz: Run, tmp_path):
     """Of a run and its export: files, one turned by its EXIF, and shards by a worker of torch."""
-    turned, exif = tmp_path / "turned.jpg", Image.Exif()
+    turned = tmp_path / "turned.jpg"
+    exif = Image.Exif()
     exif[274] = 6
     with Image.open(scripts.images / "1.jpg") as image:
         image.resize((40, 30)).save(turned, exif=exif)
-    paths, exported = [*sorted(scripts.images.iterdir()), turned], tmp_path / "exported"
+    paths = [*sorted(scripts.images.iterdir()), turned]
+    exported = tmp_path / "exported"
     scripts.run("export", f"init={from_npz[0]}", "--to", "timm", exported)
     for wrong, message in yaml.safe_load(r"""
     - [{model: {width: 3, dept: 2}}, 'model.dept: unknown .*\n.*\n.*model.depth']
@@ -262,10 +267,8 @@ def test_own_code_predicts_as_the_command(
             "predict", f"init={from_npz[0]}", *inputs, f"output={table}", "top=3"
         )
         found = used(pixels).softmax(dim=1).detach().numpy()
-        assert (
-            used.classes == dataset.classes
-            and np.abs(found - shares(table)).max() < 1e-5
-        )
+        assert used.classes == dataset.classes
+        assert np.abs(found - shares(table)).max() < 1e-5
     names = [dataset.classes[label] for label in labels.tolist()]
     assert names == [row["label"] for row in predictions(table)]
     assert model(stored, output="features").shape == (len(dataset), 16)
@@ -276,7 +279,7 @@ def test_own_code_predicts_as_the_command(
         ShardDataset(damaged, split="test")[1]
 
 
-def test_pictures_are_drawn(scripts: Scripts, from_npz: Run) -> None:
+def test_pictures_are_drawn(scripts: Scripts, from_npz: Run):
     more = ("num_images=4", "compute.device=cpu", "mlflow=false")
     scripts.run("visualize", f"init={from_npz[0]}", *more)
     output = scripts.folder / "pictures"

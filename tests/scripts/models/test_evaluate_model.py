@@ -1,7 +1,5 @@
 """Evaluations give equal metrics and files in training and outside, on one rank and on two."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections import Counter
@@ -12,13 +10,15 @@ import yaml
 
 from tests.support.ranks.fault_runs import FaultRuns, output, wait_all
 from tests.support.ranks.run_states import journal_rows
+from tests.support.tables import rows
 from tests.support.waiting import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 BANK = "{name: knn, k: 7, also_k: [100], max_bank_images: 300}, {name: few_shot, shots: [1, 5]}"
 LINEAR = "name: linear_heads, steps: 40, batch: 64, learning_rates: [0.001, 0.1]"
-FEATURES, BLOCKS = f"{BANK}, {{{LINEAR}}}", f"{BANK}, {{{LINEAR}, inputs: blocks}}"
+FEATURES = f"{BANK}, {{{LINEAR}}}"
+BLOCKS = f"{BANK}, {{{LINEAR}, inputs: blocks}}"
 LOGITS = "{name: classification}, {name: confusion}"
 FILES = {"calibration.csv", "confusion.csv", "per_class.csv", "worst_classes.png"}
 SHORT = """
@@ -56,7 +56,7 @@ def evaluate_run(
 
 
 @pytest.fixture(scope="module")
-def supervised(fault_runs: FaultRuns, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def supervised(fault_runs: FaultRuns, tmp_path_factory) -> Path:
     """With an average of the weights."""
     words = ("engine.zero_stage=3", "model.representation_layer=true")
     folder = tmp_path_factory.mktemp("supervised")
@@ -78,25 +78,14 @@ def check_outside(run: Path, folder: Path, *, prefix: str) -> dict[str, float]:
     return dict(outside)
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "evaluate"),
-    [
-        ("mae", 0, FEATURES),
-        ("mae", 3, FEATURES),
-        ("masked", 3, FEATURES),
-        ("distillation", 3, BLOCKS),
-    ],
-)
+@rows("[[name, stage], [mae, 0], [mae, 3], [masked, 3], [distillation, 3]]")
 def test_features_in_training_equal_those_outside(
-    fault_runs: FaultRuns,
-    supervised: Path,
-    tmp_path: Path,
-    name: str,
-    stage: int,
-    evaluate: str,
-) -> None:
+    fault_runs: FaultRuns, supervised, tmp_path, name, stage
+):
+    evaluate = FEATURES
     words = (*OBJECTIVES[name], "optim.ema=null", f"engine.zero_stage={stage}")
     if name == "distillation":
+        evaluate = BLOCKS
         words += (f"objective.teacher.weights={supervised}",)
     run = train(fault_runs, tmp_path / "a", evaluate, *words)
     evaluate_run(fault_runs, tmp_path / "b", run)
@@ -109,8 +98,8 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_the_average_is_the_same_on_one_rank_and_two(
-    fault_runs: FaultRuns, supervised: Path, tmp_path: Path
-) -> None:
+    fault_runs: FaultRuns, supervised, tmp_path
+):
     """Files agree with the table, and count every image once; the training writes the same."""
     tables = []
     for ranks in (1, 2):
@@ -119,10 +108,12 @@ def test_the_average_is_the_same_on_one_rank_and_two(
         )
         metrics = check_outside(supervised, tmp_path / str(ranks), prefix="val/ema_")
         tables.append(printed.partition("\n\n")[2].replace("/1/", "/2/"))
-    assert tables[0] == tables[1] and "95 % interval" in tables[0]
+    assert tables[0] == tables[1]
+    assert "95 % interval" in tables[0]
     for files in (tmp_path / "2/out/evaluation", supervised / "evaluation/ema"):
         assert {path.name for path in files.iterdir()} == FILES
-        images, right = Counter[str](), Counter[str]()
+        images = Counter[str]()
+        right = Counter[str]()
         for row in rows_of(files / "confusion.csv"):
             images[row["class"]] += int(row["images"])
             right[row["class"]] += int(row["images"]) * (
@@ -132,7 +123,5 @@ def test_the_average_is_the_same_on_one_rank_and_two(
         assert right.total() / 360 == pytest.approx(metrics["top1"], abs=TOLERANCE)
         for row in rows_of(files / "per_class.csv"):
             name = row["class"]
-            assert (int(row["images"]), int(row["correct"])) == (
-                images[name],
-                right[name],
-            )
+            assert int(row["images"]) == images[name]
+            assert int(row["correct"]) == right[name]

@@ -1,7 +1,5 @@
 """Models of a Hugging Face Hub start fine-tunings, predict and load, at a fixed commit."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import importlib
@@ -10,7 +8,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from unittest import mock
 from urllib.parse import unquote, urlsplit
 
@@ -22,8 +19,9 @@ from huggingface_hub import constants
 
 from tests.scripts.models.conftest import NPZ, Scripts
 from tests.support.range_server import Answering, listening
+from tests.support.tables import refused
 from vitscale import load_model
-from vitscale.config.errors import StorageError, UserError
+from vitscale.config.errors import StorageError
 from vitscale.evaluation.trained_model import open_model
 from vitscale.tracking.mlflow_sync import read_record
 
@@ -73,7 +71,8 @@ class Api(Answering):
         commit = [*commits][-1] if revision == "main" else revision
         if commit not in commits:
             return self.say({}, 404, **{"X-Error-Code": "RevisionNotFound"})
-        files, one = commits[commit], {"type": "file", "oid": "0"}
+        files = commits[commit]
+        one = {"type": "file", "oid": "0"}
         if kind == "revision":
             return self.say({"id": f"{owner}/{name}", "sha": commit, "siblings": []})
         if kind == "tree":
@@ -91,13 +90,15 @@ class Api(Answering):
 
     def do_POST(self) -> None:
         """Create a repository, say how files are sent, or commit them."""
-        (path, body), url = self.asked(), self.hub.environment["HF_ENDPOINT"]
+        (path, body) = self.asked()
+        url = self.hub.environment["HF_ENDPOINT"]
         if (
             self.headers["Authorization"]
             != f"Bearer {self.hub.environment['HF_TOKEN']}"
         ):
             return self.say({}, 401)
-        name, kind = "/".join(path[2:4]), path[-2]
+        name = "/".join(path[2:4])
+        kind = path[-2]
         if kind == "commit":
             found = dict([*self.hub.repositories[name].values()][-1])
             for line in map(json.loads, body.splitlines()):
@@ -136,12 +137,12 @@ class Api(Answering):
             int(self.headers["Content-Length"] or 0)
         )
 
-    def say(self, content: Any, status: int = 200, **headers: str) -> None:
+    def say(self, content, status: int = 200, **headers: str) -> None:
         self.answer(status, json.dumps(content).encode(), headers)
 
 
 @pytest.fixture
-def hub(scripts: Scripts, tmp_path: Path) -> Iterator[Hub]:
+def hub(scripts: Scripts, tmp_path) -> Iterator[Hub]:
     """An empty one, which this process and the scripts use, with a token."""
     cache = str(tmp_path / "home")
     found = Hub(
@@ -159,8 +160,8 @@ def hub(scripts: Scripts, tmp_path: Path) -> Iterator[Hub]:
 
 
 def test_what_is_pushed_comes_back_in_equal_bits(
-    scripts: Scripts, from_npz: Run, hub: Hub, tmp_path: Path
-) -> None:
+    scripts: Scripts, from_npz: Run, hub: Hub, tmp_path
+):
     """A training fetches it once for two ranks, and when it resumes keeps what it started from."""
     hub.commit(
         "own/Tiny", {"preprocessor_config.json": b"of an earlier push", "mine.txt": b""}
@@ -180,10 +181,11 @@ def test_what_is_pushed_comes_back_in_equal_bits(
     ):
         assert part in card
     assert "the average of the weights (val/ema" not in card
-    own, pixels = load_model(from_npz[0]), torch.rand(2, 3, 12, 12)
+    own = load_model(from_npz[0])
+    pixels = torch.rand(2, 3, 12, 12)
     with torch.no_grad():
         assert torch.equal(load_model(HF)(pixels), own(pixels))
-        theirs: Any = timm.create_model("hf-hub:own/Tiny", pretrained=True).eval()
+        theirs = timm.create_model("hf-hub:own/Tiny", pretrained=True).eval()
         assert torch.allclose(theirs(pixels), own(pixels), atol=1e-5)
     with mock.patch.dict(scripts.starter.environment, HF_HOME=str(tmp_path / "empty")):
         hub.requests.clear()
@@ -199,13 +201,14 @@ def test_what_is_pushed_comes_back_in_equal_bits(
             "of-hub", f"init={HF}", "keep_head=true", "schedule.steps=3"
         )
     record = read_record(run)
-    assert not hub.requests and record is not None
+    assert not hub.requests
+    assert record is not None
     assert record.tags["vitscale.init"] == f"{HF}@{commit}"
 
 
 def test_ranks_fetch_once_and_nothing_that_runs(
-    scripts: Scripts, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    scripts: Scripts, hub: Hub, tmp_path, monkeypatch
+):
     """Later, without a hub, what was fetched is used."""
     scripts.run("export", f"init={NPZ}", "--to", "safetensors", tmp_path / "out")
     files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -221,9 +224,7 @@ def test_ranks_fetch_once_and_nothing_that_runs(
     assert open_model(HF).source.startswith(f"{HF}@{commit}, ")
 
 
-def test_bad_input_is_one_error(
-    hub: Hub, scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_error(hub: Hub, scripts: Scripts, tmp_path, monkeypatch):
     hub.commit("own/Tiny", {"pytorch_model.bin": b"pickle", "config.json": b"{}"})
     for init, what in {
         "hf://tiny": "'tiny' is not OWNER/NAME",
@@ -232,7 +233,7 @@ def test_bad_input_is_one_error(
         f"{HF}@v2": "no such revision",
         HF: "has no supported weights",
     }.items():
-        with pytest.raises(UserError, match=f"init={init}: {what}(?s:.*)next: "):
+        with refused(f"init={init}: {what}(?s:.*)next: "):
             open_model(init)
     words = (f"init={NPZ}", "--to", "safetensors")
     for name, token, what in yaml.safe_load("""
@@ -244,12 +245,11 @@ def test_bad_input_is_one_error(
             printed = scripts.run(
                 "export", *words, "--push", name, tmp_path / f"out{token}", code=2
             )
-        assert (
-            f"push={name}: {what}\n  next: " in printed and "Traceback" not in printed
-        )
-        assert (tmp_path / f"out{token}").exists() == (
-            token == "wrong"
-        )  # else before any work
+        assert f"push={name}: {what}\n  next: " in printed
+        assert "Traceback" not in printed
+
+        # Else before any work.
+        assert (tmp_path / f"out{token}").exists() == (token == "wrong")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(StorageError, match="127.0.0.1:9 cannot be used"):
         open_model("hf://own/another")

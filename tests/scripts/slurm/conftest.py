@@ -6,8 +6,6 @@ so processes are tracked by ancestry (`linuxproc`) and CPU counts are invented (
 No cgroups and no accounting are needed.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import shlex
@@ -21,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -93,12 +90,13 @@ class SlurmCluster:
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def script(self, name: str, *arguments: object, cwd: Path, **more: str) -> str:
+    def script(self, name: str, *arguments, cwd: Path, **more: str) -> str:
         return self.run([sys.executable, ROOT / name, *arguments], cwd=cwd, **more)
 
     def job(self, job_id: str) -> dict[str, str]:
         """The controller's fields of a job, for example JobState, ExitCode and Restarts."""
         ask = f"scontrol --oneliner show job {job_id}"
+
         # A controller that has just started may drop a request.
         words = self.run(["bash", "-c", f"{ask} || (sleep 5; {ask})"]).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
@@ -144,6 +142,7 @@ class SlurmCluster:
         empty on this node.
         """
         name = "slurmd" if daemon in NODES else daemon
+
         # A controller without saved state ends, but for -i.
         options = {
             # --force: the folder's parents may be writable by others; the key itself is not.
@@ -171,6 +170,7 @@ class SlurmCluster:
         answer = subprocess.run(
             words, env=self.environment, capture_output=True, text=True
         )
+
         # A node is listed once for each partition.
         return sum(line.endswith(" idle") for line in set(answer.stdout.splitlines()))
 
@@ -194,7 +194,7 @@ def _program(name: str) -> str | None:
 
 def _write_configuration(folder: Path, *, more: str) -> Path:
     host = socket.gethostname().split(".")[0]
-    ports: set[int] = set()
+    ports = set()
     while len(ports) <= len(NODES):
         ports.add(free_port())
     ctld_port, *node_ports = ports
@@ -226,6 +226,7 @@ def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
         skip_or_fail(
             f"no {names} here (Debian, Ubuntu: apt-get install slurm-wlm munge)"
         )
+
     # Short, since the munge socket's path must stay below 108 characters.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)
@@ -302,9 +303,9 @@ def slurm() -> Iterator[SlurmCluster]:
 @pytest.fixture
 def submit(
     slurm: SlurmCluster,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    tmp_path,
+    monkeypatch,
+    request,
 ) -> Callable[..., Submission]:
     """Submit a stand-in script as a stage of the run in tmp_path, with LAUNCH of the test's file.
 
@@ -315,8 +316,9 @@ def submit(
     folder = tmp_path / "slurm"
     folder.mkdir()
 
-    def submit_script(text: str, **changes: Any) -> Submission:
-        script, config = folder / "main.py", folder / "config.yaml"
+    def submit_script(text: str, **changes) -> Submission:
+        script = folder / "main.py"
+        config = folder / "config.yaml"
         script.write_text(textwrap.dedent(text))
         config.touch()
         job = StageJob(script=str(script), config=str(config), run_folder=str(tmp_path))

@@ -1,7 +1,5 @@
 """A chain on a real SLURM: one stage fails, what needs it is cancelled, and a repeat continues."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -55,7 +53,7 @@ stages:
   - {name: evaluate, config: evaluate.yaml, inputs: {data.path: shards, init: finetune}}
 """
 RUNS = [
-    *("shards", "pretrain", "finetune/lr-0.01", "finetune/lr-0.001"),
+    *"shards pretrain finetune/lr-0.01 finetune/lr-0.001".split(),
     *("evaluate/lr-0.01", "evaluate/lr-0.001"),
 ]
 
@@ -73,15 +71,15 @@ def write_inputs(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(text)
 
 
-def test_a_chain_continues_after_a_failure(slurm, tmp_path: Path) -> None:
+def test_a_chain_continues_after_a_failure(slurm, tmp_path):
     write_inputs(tmp_path)
 
-    def chain() -> tuple[dict[str, str], str]:
+    def chain():
         """({stage: new job}, output)."""
         output = slurm.script("launch/slurm.py", "--config", "chain.yaml", cwd=tmp_path)
         return dict(re.findall(r"submitted (\S+): job (\d+)", output)), output
 
-    def logs(run: str) -> str:
+    def logs(run):
         return "\n".join(
             p.read_text() for p in tmp_path.glob(f"runs/small/{run}/**/*.out")
         )

@@ -1,7 +1,5 @@
 """Shards made by an array of tasks on two nodes, some of them stopped half way."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -37,7 +35,7 @@ def write_corpus(folder: Path) -> None:
                 path.write_bytes(path.read_bytes()[:1000])
 
 
-def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
+def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path):
     write_corpus(tmp_path / "images")
     output = slurm.script(
         "launch/slurm.py", *SETTINGS, "output=shards", f"launch.num_tasks={NUM_TASKS}",
@@ -46,17 +44,20 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     )  # fmt: skip
     found = re.search(r"submitted array (\d+): data_prep-shards, 4 task\(s\)", output)
     assert found, output
-    array, logs = found[1], tmp_path / f"runs/data_prep-shards/slurm/{found[1]}"
+    array = found[1]
+    logs = tmp_path / f"runs/data_prep-shards/slurm/{found[1]}"
     assert f"{logs}/{array}_TASK_0_log.out, TASK from 0 to 3" in output
 
     # All tasks are working, each in one process, which handles signals by then.
     scratch = tmp_path / ".shards.preparing" / "tmp"
     wait_until(lambda: len(list(scratch.glob("*"))) == NUM_TASKS)
+
     # As at the time limit; and as SLURM does for a preemption.
     slurm.run(["scancel", "--signal=USR2", f"{array}_0"])
     slurm.run(["scontrol", "requeue", f"{array}_1"])
     slurm.run(["scancel", f"{array}_2"])
     assert not (tmp_path / "shards").exists()
+
     # Meanwhile: SLURM delays a requeued job.
     slurm.script(
         "data_prep/make_shards.py", *SETTINGS, "output=alone", "num_workers=2",
@@ -68,13 +69,9 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
         (logs / f"{array}_{task}_0_log.out").read_text() for task in range(NUM_TASKS)
     ]
     found = [task["JobState"] for task in ended]
-    assert found == ["COMPLETED", "COMPLETED", "CANCELLED", "COMPLETED"], "\n".join(
-        texts
-    )
+    assert found == "COMPLETED COMPLETED CANCELLED COMPLETED".split(), "\n".join(texts)
     assert {task["NodeList"] for task in ended} == {"n1", "n2"}
-    assert [task["Restarts"] for task in ended] == ["1", "1", "0", "0"], "\n".join(
-        texts
-    )
+    assert [task["Restarts"] for task in ended] == "1 1 0 0".split(), "\n".join(texts)
     assert ["stopped by a signal" in text for text in texts] == [
         True,
         True,
@@ -82,17 +79,22 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
         False,
     ]
     assert f"requeueing job {array}_0 (1 of" in texts[0]
+
     # SLURM requeues one and cancels the other.
     for task in (1, 2):
         assert f"SLURM is ending job {array}_{task}" in texts[task]
+
     # Each is the only rank of its job: otherwise it would leave its errors to rank 0.
     assert all("data_prep/make_shards.py: 1 task(s), config " in text for text in texts)
+
     # Every process of a task gets the signal, and none reports it as a failure.
     assert not [text for text in texts if "Traceback" in text or "died" in text]
 
-    made, expected = contents(tmp_path / "shards"), contents(tmp_path / "alone")
+    made = contents(tmp_path / "shards")
+    expected = contents(tmp_path / "alone")
     assert sum(name.endswith(".tar") for name in expected) == NUM_SHARDS
     assert made.keys() == expected.keys()
     assert [name for name in expected if made[name] != expected[name]] == []
+
     # Nothing is left beside the shards.
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]

@@ -1,7 +1,5 @@
 """Jobs that start again on a real SLURM: killed ranks, dead nodes, early signals, and limits."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -20,6 +18,7 @@ from tests.scripts.slurm.conftest import (
 )
 from tests.support.levels import skip_or_fail
 from tests.support.runs import SHARDS
+from tests.support.tables import every, rows
 from tests.support.waiting import ROOT
 from vitscale.config.errors import FailureKind
 from vitscale.runs.launching import LaunchSettings
@@ -27,7 +26,7 @@ from vitscale.runs.launching import LaunchSettings
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 LAUNCH = LaunchSettings(nodes=2, tasks_per_node=1, timeout_min=5, signal_delay_s=30)
-FINAL_STATES = ["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"]
+FINAL_STATES = "COMPLETED FAILED TIMEOUT CANCELLED NODE_FAIL".split()
 
 BEGINNING = """
     import os, pathlib, signal, sys, time
@@ -66,12 +65,13 @@ WAITING = (
 )
 
 
-def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path) -> None:
+def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path):
     job = submit(CRASHING)
     ended = slurm.wait(job.job_id, states=["FAILED", "COMPLETED"])
     log = job.log(0).read_text()
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "3"), log
     attempts = read_attempts(tmp_path)
+
     # The first one's checkpoint counts as progress, so it is not fruitless.
     assert [attempt.checkpoint_step for attempt in attempts] == [10] * 4
     blamed = {(attempt.kind, attempt.failed_node) for attempt in attempts}
@@ -83,30 +83,35 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path) -> N
         == 4
     )
     assert "launch.sbatch.exclude='n2'" in log
+
     # The job needs both.
     assert "n2 is not excluded: too few other nodes are up" in log
+
     # Each asks for an early start, instead of waiting for the old credential's end.
     decided = (slurm.folder / "slurmctld.log").read_text()
     begin = rf"setting begin to \S+ for JobId={job.job_id}\n"
     assert len(re.findall(begin, decided)) == 3
 
 
-def test_a_node_that_the_job_asks_for_is_not_excluded(slurm, submit) -> None:
+def test_a_node_that_the_job_asks_for_is_not_excluded(slurm, submit):
     """n1 is up, but without n2 the job would wait for ever."""
     text = f"{BEGINNING}    attempt > 2 or os.kill(os.getpid(), signal.SIGKILL)"
     job = submit(text, nodes=1, sbatch={"nodelist": "n2"})
     ended = slurm.wait(job.job_id, states=FINAL_STATES)
-    assert (ended["JobState"], ended["ExcNodeList"]) == ("COMPLETED", "(null)")
+    assert ended["JobState"] == "COMPLETED"
+    assert ended["ExcNodeList"] == "(null)"
     assert "n2 is not excluded: the job could not start" in job.log(0).read_text()
 
 
-def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path) -> None:
+def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path):
     job = submit("import time; time.sleep(1000)", max_requeues=2)
+
     # From before the first process of the job to its handlers: whatever it is doing.
     while slurm.job(job.job_id)["JobState"] not in FINAL_STATES:
         slurm.run(["bash", "-c", f"scancel --signal=USR2 {job.job_id} || true"])
         time.sleep(0.1)
-    ended, log = slurm.job(job.job_id), job.log(0).read_text()
+    ended = slurm.job(job.job_id)
+    log = job.log(0).read_text()
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "2"), log
     assert ended["ExitCode"] == "75:0"
     assert "launch.max_requeues=2 is reached" in log
@@ -116,9 +121,7 @@ def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path) -> None:
 
 
 @pytest.mark.exhaustive  # SLURM itself waits for more than a minute
-def test_a_node_that_returns_does_not_end_the_next_attempt(
-    slurm, submit, tmp_path
-) -> None:
+def test_a_node_that_returns_does_not_end_the_next_attempt(slurm, submit, tmp_path):
     job = submit(WAITING)
     wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
     slurm.kill_node("n2")
@@ -126,8 +129,9 @@ def test_a_node_that_returns_does_not_end_the_next_attempt(
         # srun ends its step, also on n2: SLURM gives up in 10 s, and tries again a minute later.
         (tmp_path / "lost").touch()
         time.sleep(15)
+
         # What SLURM does itself after SlurmdTimeout.
-        slurm.run(["scontrol", "update", "nodename=n2", "state=down", "reason=died"])
+        slurm.run("scontrol update nodename=n2 state=down reason=died".split())
         slurm.wait(job.job_id, states=["PENDING"])
     finally:
         # ReturnToService=2: a node that registers is up again.
@@ -143,19 +147,22 @@ def test_a_node_that_returns_does_not_end_the_next_attempt(
     assert second.ending is Ending.DONE, first
 
 
-@pytest.mark.parametrize(
-    ("node", "nodes", "missing"),
-    [("n1", 1, "Python"), ("n2", "1-2", "Python"), ("n2", "1-2", "run")],
-)
+@rows("""
+- [node, nodes, missing]
+- [n1, 1, Python]
+- [n2, 1-2, Python]
+- [n2, 1-2, run]
+""")
 def test_a_node_that_cannot_start_a_task_is_left(
     slurm, submit, tmp_path, node, nodes, missing
-) -> None:
+):
     """n1 runs the batch script too, whose last lines are Python; n2 a task alone."""
     if subprocess.run(["unshare", "--mount", "true"]).returncode:
         skip_or_fail("cannot hide a folder from a node: only root may mount")
 
-    def restart(without: Path | None) -> None:
+    def restart(without):
         slurm.kill(node)
+
         # It is idle again once it has answered.
         slurm.run(
             ["scontrol", "update", f"nodename={node}", "state=down", "reason=test"]
@@ -177,14 +184,15 @@ def test_a_node_that_cannot_start_a_task_is_left(
         "2",
         "1",
     ), log
-    assert ended["ExcNodeList"] == node and not [
-        *slurm.processes(SLURM_JOB_ID=job.job_id)
-    ]
+    assert ended["ExcNodeList"] == node
+    assert not [*slurm.processes(SLURM_JOB_ID=job.job_id)]
     *without, last = read_attempts(tmp_path)
-    assert last.ending is Ending.DONE and node not in last.nodes
+    assert last.ending is Ending.DONE
+    assert node not in last.nodes
     no_python = f"{sys.executable}: No such file or directory"
     if node == "n1":
-        assert not without and log.count(f"execve(): {no_python}") == 2
+        assert not without
+        assert log.count(f"execve(): {no_python}") == 2
         assert log.count("Python did not start on n1") == 2
     else:
         reason = "rank 1 on n2: launch failed: Slurmd could not connect IO"
@@ -219,9 +227,7 @@ TRAINING = (
 )
 
 
-def test_an_end_that_srun_never_hears_of_is_found(
-    slurm, submit, tmp_path, monkeypatch
-) -> None:
+def test_an_end_that_srun_never_hears_of_is_found(slurm, submit, tmp_path, monkeypatch):
     monkeypatch.setattr("launch.jobs.submission.LOOK_S", 1)
     job = submit(TRAINING)
     wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
@@ -242,9 +248,7 @@ def test_an_end_that_srun_never_hears_of_is_found(
     assert attempt.ending is Ending.DONE
 
 
-def test_a_run_folder_that_was_moved_does_not_come_back(
-    slurm, submit, tmp_path
-) -> None:
+def test_a_run_folder_that_was_moved_does_not_come_back(slurm, submit, tmp_path):
     job = submit(f"{BEGINNING}    time.sleep(1000)")
     wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
     moved = tmp_path.rename(tmp_path.with_name("moved"))
@@ -280,11 +284,9 @@ launch.python={python} engine.compile={compile}
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("node", ["n1", "n2"])
-@pytest.mark.parametrize("lacking", BROKEN_NODES)
-def test_a_node_that_lacks_something_is_named_and_left(
-    slurm, tmp_path, lacking, node
-) -> None:
+@every(node="n1, n2")
+@every(lacking=BROKEN_NODES)
+def test_a_node_that_lacks_something_is_named_and_left(slurm, tmp_path, lacking, node):
     lines, reason, num_failed = BROKEN_NODES[lacking]
     words = {
         "folder": tmp_path,

@@ -1,7 +1,5 @@
 """status.py and --follow on a real SLURM: a job in every state, and who must do what then."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.queue import user_jobs
-from launch.jobs.states import RunState, RunStatus, line_of, read_state
+from launch.jobs.states import RunState, line_of, read_state
 from tests.scripts.slurm.conftest import SlurmCluster, slurm_cluster
 from tests.support.waiting import PATIENCE_S, ROOT, wait_until
 from vitscale.runs.launching import LaunchSettings
@@ -70,7 +68,7 @@ scancel @ | stopped, .* signal.*; requeued, but job @ was cancelled \\(.* before
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+def slurm(tmp_path_factory) -> Iterator[SlurmCluster]:
     """Its nodes start no job while the file $BROKEN exists."""
     prolog = tmp_path_factory.mktemp("prolog") / "prolog"
     prolog.write_text(f"#!/bin/sh\ntest ! -e {prolog}-broken\n")
@@ -106,11 +104,11 @@ def following(
         process.wait()
 
 
-def test_status_and_follow_see_every_state(slurm, submit, tmp_path: Path) -> None:
+def test_status_and_follow_see_every_state(slurm, submit, tmp_path):
     job = submit(STAGE)
 
-    def wait_for(state: RunState, *, step: int) -> RunStatus:
-        def is_there() -> bool:
+    def wait_for(state, *, step):
+        def is_there():
             found = read_state(tmp_path, user_jobs())
             return (found.state, found.logged.step) == (state, step)
 
@@ -120,7 +118,8 @@ def test_status_and_follow_see_every_state(slurm, submit, tmp_path: Path) -> Non
     [shown] = json.loads(
         slurm.script("launch/status.py", "--json", tmp_path, cwd=tmp_path)
     )
-    assert (shown["state"], shown["job"]["reason"]) == ("queued", "JobHeldUser")
+    assert shown["state"] == "queued"
+    assert shown["job"]["reason"] == "JobHeldUser"
     with following(tmp_path) as (process, await_text):
         await_text("held by its user")
         process.send_signal(signal.SIGINT)
@@ -131,8 +130,9 @@ def test_status_and_follow_see_every_state(slurm, submit, tmp_path: Path) -> Non
         await_text("held by its user")
         slurm.run(["scontrol", "release", job.job_id])
         running = wait_for(RunState.RUNNING, step=2)
-        assert (running.logged.total_steps, running.logged.images_per_s) == (4, 7.0)
-        assert running.job is not None and running.job.nodes in ("n1", "n2")
+        assert running.logged.total_steps == 4
+        assert running.logged.images_per_s == 7.0
+        assert running.job.nodes in ("n1", "n2")
         await_text("step 2/4")
         slurm.run(["scancel", "--signal=USR2", job.job_id])
         assert wait_for(RunState.PAUSED, step=2).restarts == {"stopped": 1}
@@ -153,11 +153,11 @@ def test_status_and_follow_see_every_state(slurm, submit, tmp_path: Path) -> Non
 
 
 @pytest.mark.exhaustive  # SLURM takes minutes for some of its states
-def test_status_says_who_must_do_what(slurm, submit, tmp_path: Path) -> None:
+def test_status_says_who_must_do_what(slurm, submit, tmp_path):
     """One job in every state that a test can bring about; this clock is five minutes fast."""
     job_id = submit("import time; time.sleep(1000)").job_id
 
-    def line() -> str:
+    def line():
         return line_of(read_state(tmp_path, user_jobs()), now=time.time() + 300)
 
     for step in STEPS.replace("@", job_id).splitlines():

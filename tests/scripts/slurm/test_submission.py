@@ -1,7 +1,5 @@
 """launch/slurm.py on a real SLURM: snapshots of the code, second jobs of a run, checks."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -31,12 +29,13 @@ ENDED = ("COMPLETED", "FAILED")
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path) -> Path:
     """A copy of this project with a commit of its own, which a test can edit."""
     folder = tmp_path / "checkout"
     for name in CODE_FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+
     # As in the usual case, the runs are inside the checkout.
     (folder / ".gitignore").write_text("*.so\n__pycache__/\n/runs/\n")
     for arguments in (
@@ -44,19 +43,17 @@ def checkout(tmp_path: Path) -> Path:
         ["add", "."],
         ["commit", "--quiet", "--message", "all"],
     ):
-        identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+        identity = "-c user.name=n -c user.email=e@example.org".split()
         subprocess.run(["git", "-C", folder, *identity, *arguments], check=True)
     make_shard_folder(folder / "shards")
     (folder / "run.yaml").write_text(json.dumps(RUN))
     return folder
 
 
-def test_a_job_runs_the_code_as_it_was_submitted(
-    slurm: SlurmCluster, checkout: Path
-) -> None:
+def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout):
     jobs = checkout / "runs/tiny/slurm"
 
-    def submit(*arguments: str) -> tuple[str, str]:
+    def submit(*arguments):
         """Job id, or '' without one, and what launch/slurm.py prints."""
         done = subprocess.run(
             [sys.executable, "launch/slurm.py", "--config", "run.yaml", *arguments],
@@ -68,30 +65,30 @@ def test_a_job_runs_the_code_as_it_was_submitted(
         found = re.search(r"^submitted job (\d+)", output, re.M)
         return found[1] if found else "", output
 
-    def edit(name: str, line: str) -> None:
+    def edit(name, line):
         path = checkout / name
         path.write_text(f"{path.read_text()}{line}\n")
 
-    def log(job_id: str) -> str:
+    def log(job_id):
         return (jobs / f"{job_id}/{job_id}_0_log.out").read_text()
 
     # The nodes have 4 cores.
     _, output = submit("--dry-run", "launch.cpus_per_task=5")
     assert "warning  sbatch --test-only: allocation failure: Requested node" in output
     _, output = submit("--dry-run", "launch.timeout_min=61")
-    assert "(test has MaxTime=01:00:00)" in output and "=60, at which" in output
+    assert "(test has MaxTime=01:00:00)" in output
+    assert "=60, at which" in output
     assert "SLURM          ok " in submit("--dry-run", "launch.cpus_per_task=4")[1]
     assert not jobs.exists()
 
     edit("pretrain/main.py", "# edited before the submission")
     first, _ = submit("launch.sbatch={hold: true}")
+
     # The job imports it, the submission does not.
     edit("vitscale/training/session.py", "raise SystemExit('edited while queued')")
     refused, output = submit()
-    assert (
-        not refused
-        and f"job {first} (PENDING: JobHeldUser) of this run has not ended" in output
-    )
+    assert not refused
+    assert f"job {first} (PENDING: JobHeldUser) of this run has not ended" in output
     second, output = submit("--after")
     assert second, output
     assert slurm.job(second)["Dependency"].startswith(f"afterany:{first}")

@@ -1,7 +1,5 @@
 """Losses, learning rates and gradient norms of short trainings are those of the golden files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from tests.support.golden import Golden
 from tests.support.ranks.fault_runs import wait_all
 from tests.support.ranks.warm_ranks import ROOT, WarmStarter
 from tests.support.runs import CURVES, MIXED, REL, journal, run
+from tests.support.tables import every
 
 pytestmark = pytest.mark.distributed
 
@@ -28,25 +27,23 @@ OBJECTIVES = {
 
 
 @pytest.fixture(scope="module")
-def supervised(
-    warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def supervised(warm_starter: WarmStarter, tmp_path_factory) -> Path:
     """A finished run, two ranks at ZeRO 1."""
     folder = tmp_path_factory.mktemp("supervised")
     run(warm_starter, "pretrain/main.py", folder, *MIXED, num_ranks=2)
     return folder / "run"
 
 
-def test_supervised(supervised: Path, golden: Golden) -> None:
+def test_supervised(supervised, golden: Golden):
     golden.json(
         "training/curves/supervised.json", journal(supervised, *CURVES), rel=REL
     )
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@every(name=OBJECTIVES)
 def test_objectives_without_labels(
-    warm_starter: WarmStarter, tmp_path: Path, golden: Golden, name: str
-) -> None:
+    warm_starter: WarmStarter, tmp_path, golden: Golden, name
+):
     run(warm_starter, "pretrain/main.py", tmp_path, *OBJECTIVES[name])
     golden.json(
         f"training/curves/{name}.json", journal(tmp_path / "run", *CURVES), rel=REL
@@ -54,9 +51,7 @@ def test_objectives_without_labels(
     assert (tmp_path / "run/pictures/reconstructions.png").stat().st_size > 1000
 
 
-def test_distillation(
-    warm_starter: WarmStarter, supervised: Path, tmp_path: Path, golden: Golden
-) -> None:
+def test_distillation(warm_starter: WarmStarter, supervised, tmp_path, golden: Golden):
     teacher = f"objective.teacher.weights={supervised}"
     token = "model.distillation_token=true"
     run(
@@ -73,8 +68,8 @@ def test_distillation(
 
 
 def test_finetuning_at_a_higher_resolution(
-    warm_starter: WarmStarter, supervised: Path, tmp_path: Path, golden: Golden
-) -> None:
+    warm_starter: WarmStarter, supervised, tmp_path, golden: Golden
+):
     run(
         warm_starter,
         "finetune/main.py",
@@ -88,9 +83,7 @@ def test_finetuning_at_a_higher_resolution(
 
 
 @pytest.fixture(scope="module")
-def printed(
-    warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory
-) -> list[str]:
+def printed(warm_starter: WarmStarter, tmp_path_factory) -> list[str]:
     """The output of two ranks that ran all checks."""
     worker = [ROOT / "tests/support/engine/engine_checks.py"]
     ranks = warm_starter.start(
@@ -102,7 +95,7 @@ def printed(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("check", CHECKS)
-def test_the_engine_on_two_ranks(printed: list[str], check: str) -> None:
+@every(check=CHECKS)
+def test_the_engine_on_two_ranks(printed, check):
     assert all(f"passed: {check}\n" in each for each in printed), "\n".join(printed)
     assert not any("deprecated" in each for each in printed)

@@ -4,16 +4,12 @@ Two ranks at ZeRO 1 trained until rank 1 was killed in step 13; one rank at ZeRO
 10 and was stopped by a signal after step 16.
 """
 
-from __future__ import annotations
-
 import shutil
 import socket
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import local
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,6 +21,7 @@ from tests.support.ranks.fault_runs import fault
 from tests.support.ranks.thread_ranks import run_ranks
 from tests.support.ranks.warm_ranks import WarmStarter
 from tests.support.runs import CURVES, MIXED, REL, SHARDS, TINY, journal, run
+from tests.support.tables import every
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
     MANIFEST,
@@ -37,7 +34,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import read_split
 from vitscale.distributed.events import cause, read_events, read_failures, read_start
 from vitscale.evaluation import trained_model
-from vitscale.evaluation.trained_model import TrainedModel, open_model
+from vitscale.evaluation.trained_model import open_model
 
 pytestmark = pytest.mark.distributed
 
@@ -47,9 +44,7 @@ STOPPED = fault("backward", 21, "SIGTERM")
 
 
 @pytest.fixture(scope="module")
-def stored(
-    golden: Golden, warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def stored(golden: Golden, warm_starter: WarmStarter, tmp_path_factory) -> Path:
     def make(path: Path) -> None:
         place = tmp_path_factory.mktemp("made")
         train(warm_starter, place, num_ranks=2, faults={1: [KILLED]})
@@ -64,7 +59,7 @@ def stored(
         (path / "events/node1.jsonl").write_text(
             events.replace(socket.gethostname(), "node1")
         )
-        values: Any = TINY | {"stage": "pretrain", "name": "golden"}
+        values = TINY | {"stage": "pretrain", "name": "golden"}
         values["data"] = values["data"] | {"path": "shards"}
         (path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
         for folder in step_folders(path / "checkpoints"):
@@ -82,14 +77,16 @@ def drop_facts_of_this_machine(path: Path) -> None:
     path.write_text(manifest_text(**manifest, description=kept))
 
 
-def train(starter: WarmStarter, folder: Path, *settings: str, **how: Any) -> str:
+def train(starter: WarmStarter, folder: Path, *settings: str, **how) -> str:
     return run(starter, "pretrain/main.py", folder, *SETTINGS, *settings, **how)
 
 
-def test_it_is_read(stored: Path) -> None:
+def test_it_is_read(stored):
     checkpoint, complaints = newest_checkpoint(stored / "checkpoints")
-    assert checkpoint is not None and complaints == []
-    assert (checkpoint.step, checkpoint.progress["samples_seen"]) == (16, 16 * 8)
+    assert checkpoint is not None
+    assert complaints == []
+    assert checkpoint.step == 16
+    assert checkpoint.progress["samples_seen"] == 16 * 8
     assert [path.name for path in step_folders(stored / "checkpoints")] == [
         "step-00000016",
         "step-00000010",
@@ -97,9 +94,12 @@ def test_it_is_read(stored: Path) -> None:
     assert journal(stored, "step")["step"] == list(range(1, 17))
     events = [row["event"] for row in read_events(stored)]
     assert events == ["started", "failed", "started"]
-    start, failure = read_start(stored), cause(read_failures(stored))
-    assert start is not None and (start.first_step, start.total_steps) == (10, 20)
-    assert failure is not None and (failure.rank, failure.step) == (1, 12)
+    start = read_start(stored)
+    failure = cause(read_failures(stored))
+    assert start.first_step == 10
+    assert start.total_steps == 20
+    assert failure.rank == 1
+    assert failure.step == 12
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,8 @@ def test_it_is_read(stored: Path) -> None:
     ],
 )
 def test_it_resumes_with_the_golden_losses(
-    stored: Path,
-    golden: Golden,
-    warm_starter: WarmStarter,
-    tmp_path: Path,
-    step: int,
-    layout: str,
-    num_ranks: int,
-) -> None:
+    stored, golden: Golden, warm_starter: WarmStarter, tmp_path, step, layout, num_ranks
+):
     shutil.copytree(stored, tmp_path / "run")
     if step == 10:
         shutil.rmtree(tmp_path / "run/checkpoints/step-00000016")
@@ -129,12 +123,10 @@ def test_it_resumes_with_the_golden_losses(
     )
 
 
-@pytest.mark.parametrize("step", [10, 16])
-def test_it_predicts(
-    stored: Path, golden: Golden, warm_starter: WarmStarter, tmp_path: Path, step: int
-) -> None:
+@every(step="10, 16")
+def test_it_predicts(stored, golden: Golden, warm_starter: WarmStarter, tmp_path, step):
     init = f"init={stored}/checkpoints/step-{step:08d}"
-    arguments: Sequence[str] = (
+    arguments = (
         init,
         str(SHARDS),
         "output=predicted.parquet",
@@ -145,18 +137,19 @@ def test_it_predicts(
     golden.json(f"training/predictions/step_{step}.json", rows, rel=REL)
 
 
-@pytest.mark.parametrize("place", ["checkpoints/step-00000010", ""])
-@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+@every(num_ranks="1, 2, 5", place="checkpoints/step-00000010, ''")
 def test_ranks_that_open_it_share_its_verification(
-    stored: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, place: str
-) -> None:
+    stored, monkeypatch, num_ranks, place
+):
     """Each file is hashed once, by one of them: it has more than the model that all read."""
-    init, hashed, of_thread = str(stored / place), list[Path](), local()
+    init = str(stored / place)
+    hashed = []
+    of_thread = local()
     files = stored / (place or "checkpoints/step-00000016")
     expected = open_model(init).network.state_dict()
     whole = folders.blake3_of_file
 
-    def counted(path: Path, **how: Any) -> str:
+    def counted(path, **how):
         hashed.append(path)
         return whole(path, **how)
 
@@ -165,7 +158,7 @@ def test_ranks_that_open_it_share_its_verification(
         trained_model, "gather_objects", lambda value: of_thread.gather(value)
     )
 
-    def work(rank: int, gather: Any, *, blind: int | None = None) -> TrainedModel | str:
+    def work(rank, gather, *, blind=None):
         of_thread.gather = gather
         world = replace(WORLD, rank=rank, world_size=num_ranks)
         try:
@@ -184,14 +177,12 @@ def test_ranks_that_open_it_share_its_verification(
 
 
 @pytest.mark.slow
-def test_replaced_samples_are_counted_since_step_0(
-    warm_starter: WarmStarter, tmp_path: Path
-) -> None:
+def test_replaced_samples_are_counted_since_step_0(warm_starter: WarmStarter, tmp_path):
     """A run that two ranks began and one resumed has the numbers of one that was not stopped."""
     shards = shutil.copytree(SHARDS, tmp_path / "shards")
     index = read_split(shards, split="train")
     for sample in (1, 5):
-        with open(index.shards[index.shard_of[sample]], "r+b") as file:  # type: ignore[arg-type]
+        with open(index.shards[index.shard_of[sample]], "r+b") as file:
             file.seek(int(index.offset[sample]))
             file.write(b"\xff" * 60)
     settings = (f"data.path={shards}", "data.max_unreadable_fraction=1")
@@ -204,8 +195,10 @@ def test_replaced_samples_are_counted_since_step_0(
         journal(tmp_path / name / "run", "step", "vitals/unreadable")
         for name in ("whole", "parts")
     )
-    assert whole == parts and (counts := whole["vitals/unreadable"])[-1] > 4
+    assert whole == parts
+    assert (counts := whole["vitals/unreadable"])[-1] > 4
     assert counts == sorted(counts)
+
     # The limit, too, counts those before a stop, here just before the last one.
     last = 20 - len(counts) + counts.index(counts[-1])
     train(warm_starter, tmp_path / "few", *settings, f"schedule.steps={last}")

@@ -1,7 +1,5 @@
 """What MLflow, TensorBoard and W&B have of a run: each step once, with the journal's values."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import struct
@@ -36,7 +34,7 @@ def folder(mlflow_database: Path) -> Path:
     return mlflow_database.parent
 
 
-def train(starter: WarmStarter, folder: Path, *more: str, **how: Any) -> None:
+def train(starter: WarmStarter, folder: Path, *more: str, **how) -> None:
     more = (*SETTINGS, f"tracking.uri=sqlite:///{folder / 'mlflow.db'}", *more)
     run(starter, "pretrain/main.py", folder, *more, num_ranks=2, **how)
 
@@ -58,12 +56,17 @@ def tensorboard_points(folder: Path) -> list[tuple[str, int, float]]:
 
 def wandb_points(file: Path) -> list[tuple[str, int, float]]:
     """What `wandb sync` would upload. Its records are in a log of LevelDB."""
-    data, at, record, points = file.read_bytes(), 7, b"", []
+    data = file.read_bytes()
+    at = 7
+    record = b""
+    points = []
     while at < len(data):
         _, length, kind = struct.unpack_from("<IHB", data, at)
-        record, at = record + data[at + 7 : at + 7 + length], at + 7 + length
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
         if kind in (1, 4):  # whole, or the last part
-            history, record = Record.FromString(record).history, b""
+            history = Record.FromString(record).history
+            record = b""
             points += [
                 (
                     each.nested_key[0],
@@ -100,8 +103,8 @@ def journal_points(folder: Path) -> set[tuple[str, int, float]]:
 
 
 def test_a_killed_and_resumed_run_is_one_run_with_each_step_once(
-    warm_starter: WarmStarter, folder: Path, golden: Golden
-) -> None:
+    warm_starter: WarmStarter, folder, golden: Golden
+):
     """Killed in step 6, resumed at step 3; the points of step 4 are in MLflow already."""
     also = "tracking.also=[tensorboard,wandb]"
     train(
@@ -110,13 +113,15 @@ def test_a_killed_and_resumed_run_is_one_run_with_each_step_once(
     train(warm_starter, folder, also)
     sync(folder)
     assert query(folder, "select name, status from runs") == [("tiny", "FINISHED")]
-    found, written = points(folder), journal_points(folder)
+    found = points(folder)
+    written = journal_points(folder)
     assert len({(key, step) for key, step, _ in found}) == len(found)
+
     # Counts of events are sent from the first event on.
-    assert not set(found) - written and not {
-        point for point in written - set(found) if point[2]
-    }
+    assert not set(found) - written
+    assert not {point for point in written - set(found) if point[2]}
     golden.json(POINTS, found, rel=1e-5)
+
     # The last start wrote the whole run, as W&B's resume would append it.
     *_, last = sorted((folder / "run/wandb").glob("offline-run-*/*.wandb"))
     in_wandb = [

@@ -8,8 +8,6 @@ at fault at a known place. The same command restarts the run until it is done. T
 plan; which instruction a kill interrupts depends on timing.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -40,15 +38,16 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.distributed, pytest.mark.timeo
 
 
 def test_runs_killed_at_random_moments_end_with_the_same_bits(
-    fault_runs: FaultRuns, tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
-    seed, kills, trainings = pytestconfig.getoption("--storm-seed"), 0, 0
+    fault_runs: FaultRuns, tmp_path, pytestconfig
+):
+    seed = pytestconfig.getoption("--storm-seed")
+    kills = 0
+    trainings = 0
     while kills < pytestconfig.getoption("--storm-kills"):
-        place, zero = (
-            tmp_path / str(trainings),
-            f"engine.zero_stage={STAGES[trainings % 4]}",
-        )
+        place = tmp_path / str(trainings)
+        zero = f"engine.zero_stage={STAGES[trainings % 4]}"
         rng = random.Random(f"{seed} {trainings}")
+
         # A save after a signal ends a log interval: every step is one.
         settings = (zero, "engine.timeout_min=0.5", "tracking.log_every_steps=1")
         committed = idle = done = 0
@@ -57,7 +56,7 @@ def test_runs_killed_at_random_moments_end_with_the_same_bits(
             moment = "none" if idle == STARTS_WITHOUT_PROGRESS else draw(rng, MOMENTS)
             killed, now, done = strike(ranks, place, moment, rng, committed=committed)
             kills += killed
-            idle = idle + 1 if now == committed else 0
+            idle += 1 if now == committed else 0
             committed = now
         expected = fault_runs.uninterrupted(*settings)
         assert differences(read_state(place / "run"), expected) == [], (
@@ -79,10 +78,12 @@ def strike(
 
     Returns the number of kills, the newest committed step, and whether the training is done.
     """
-    killed, victim = 0, draw(rng, VICTIMS)
+    killed = 0
+    victim = draw(rng, VICTIMS)
     hit = await_moment(ranks, place, moment, rng)
     if hit:
         killed = inject(victim, ranks, rng)
+
     # Before the rendezvous, only a launcher can know that a rank is gone.
     has_launcher = killed and (moment == "start" or rng.random() < 0.7)
     patience_s = rng.uniform(0, 3) if has_launcher else None
@@ -117,15 +118,14 @@ def await_moment(
     ranks: list[WarmRank], place: Path, moment: str, rng: random.Random
 ) -> bool:
     """Wait for a random moment of a start; False when the run was over first."""
-    rows, seen, left = (
-        num_rows(place) + rng.randrange(15),
-        saves_begun(place),
-        rng.randrange(3),
-    )
+    rows = num_rows(place) + rng.randrange(15)
+    seen = saves_begun(place)
+    left = rng.randrange(3)
     longest = {"start": 3.0, "training": 0.05, "save": 0.03}.get(moment, 0.0)
     while not any(rank.poll() is not None for rank in ranks):
         now = saves_begun(place)
-        left, seen = left - len(now - seen), seen | now
+        left = left - len(now - seen)
+        seen = seen | now
         due = {"start": True, "training": num_rows(place) > rows, "save": left < 0}
         if due.get(moment, False):
             time.sleep(rng.uniform(0, longest))
@@ -147,7 +147,8 @@ def saves_begun(place: Path) -> set[str]:
 
 def inject(victim: str, ranks: list[WarmRank], rng: random.Random) -> int:
     """Number of processes that got SIGKILL; 0 for signals alone."""
-    rank, kill_too = rng.choice(ranks), rng.random() < 0.5
+    rank = rng.choice(ranks)
+    kill_too = rng.random() < 0.5
     pids = [rank.pid]
     if victim == "signals":
         for _ in range(rng.randrange(2, 7)):
@@ -200,7 +201,8 @@ PHASES = {
 }
 HARMS = ("raise", "EIO", "kill", "crash", "leave", "exit 3", "stop", "hang")
 # From the fault until all other ranks are gone, and what a launcher waits after the first one.
-GONE_S, GRACE_S = 20.0, 5.0
+GONE_S = 20.0
+GRACE_S = 5.0
 # For 2 to 4 ranks.
 SETTINGS = "data.global_batch=24"
 
@@ -216,14 +218,13 @@ class Case(NamedTuple):
 
 
 def test_one_rank_at_fault_is_named_and_ends_the_others(
-    fault_runs: FaultRuns, tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
-    seed, failed = pytestconfig.getoption("--storm-seed"), []
+    fault_runs: FaultRuns, tmp_path, pytestconfig
+):
+    seed = pytestconfig.getoption("--storm-seed")
+    failed = []
     for number in range(pytestconfig.getoption("--storm-kills")):
-        case, folder = (
-            draw_case(random.Random(f"{seed} {number}")),
-            tmp_path / str(number),
-        )
+        case = draw_case(random.Random(f"{seed} {number}"))
+        folder = tmp_path / str(number)
         planted = {case.rank: [fault(case.place, case.nth_call, case.do)]}
         ranks = fault_runs.start(
             folder,
@@ -248,9 +249,11 @@ def test_one_rank_at_fault_is_named_and_ends_the_others(
 
 
 def draw_case(rng: random.Random) -> Case:
-    phase, do = rng.choice([*PHASES]), rng.choice(HARMS)
+    phase = rng.choice([*PHASES])
+    do = rng.choice(HARMS)
     place = rng.choice([*PHASES[phase]])
-    num_ranks, nth = rng.randint(2, 4), rng.choice(PHASES[phase][place])
+    num_ranks = rng.randint(2, 4)
+    nth = rng.choice(PHASES[phase][place])
     rank = 0 if place in ("rename", "prune") else rng.randrange(num_ranks)
     if place in (
         "write",

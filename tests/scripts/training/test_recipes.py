@@ -6,13 +6,9 @@ fp32. Fine-tuning starts from the shrunk run that the recipe's card names; a tea
 of ours.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -67,23 +63,19 @@ def shrunk(run: PretrainRun | FinetuneRun) -> list[str]:
     """Overrides that make the model tiny, at twice or thrice its patch a side."""
     if run.model.name == "timm":
         return [f"model.model={SMALL_IN_TIMM[run.model.model]}", "model.image_size=32"]
-    arch: Any = run.model.resolved(num_classes=10)
+    arch = run.model.resolved(num_classes=10)
     side = 2 if run.stage == "pretrain" else 3
-    sizes = [
-        "model.width=32",
-        "model.depth=2",
-        "model.num_heads=2",
-        "model.mlp_width=32",
-    ]
+    sizes = "model.width=32 model.depth=2 model.num_heads=2 model.mlp_width=32".split()
     return [*sizes, f"model.image_size={side * arch.patch_size}"]
 
 
 @cache
 def in_bf16() -> set[str]:
     """The first recipe of each combination of what computes in the precision of the run."""
-    first: dict[tuple[object, ...], str] = {}
+    first = {}
     for name, run in recipes().items():
-        model, optim = run.model, run.optim
+        model = run.model
+        optim = run.optim
         shape = (
             model.name,
             getattr(model, "positions", None),
@@ -110,7 +102,7 @@ def start_of(name: str) -> str | None:
     return start
 
 
-def test_every_recipe_plans_at_full_size() -> None:
+def test_every_recipe_plans_at_full_size():
     planned = {
         name for name, run in recipes().items() if "steps" in dict(plan_rows(run))
     }
@@ -120,14 +112,13 @@ def test_every_recipe_plans_at_full_size() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-def test_every_recipe_takes_two_steps(
-    warm_starter: WarmStarter, tmp_path: Path
-) -> None:
+def test_every_recipe_takes_two_steps(warm_starter: WarmStarter, tmp_path):
     shards = tmp_path / "shards"
     make_shard_folder(shards, lengths={"train": (16,), "test": (8,)})
 
-    def command(name: str) -> list[str | Path]:
-        run, start = recipes()[name], start_of(name)
+    def command(name):
+        run = recipes()[name]
+        start = start_of(name)
         settings = [*SHORT, *shrunk(run), f"data.path={shards}"]
         settings.append(f"engine.precision={'bf16' if name in in_bf16() else 'fp32'}")
         settings += [

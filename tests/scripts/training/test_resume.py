@@ -6,16 +6,11 @@ training's bit by bit. Left out: faults of files and folders (test_storage_fault
 call of a save (test_checkpoint_faults), at random moments (test_kill_storm).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +24,6 @@ from tests.support.ranks.fault_runs import (
     STEPS,
     VIT,
     FaultRuns,
-    Faults,
     fault,
     micro_step,
     newest_step,
@@ -38,6 +32,7 @@ from tests.support.ranks.fault_runs import (
     wait_and_end_others,
 )
 from tests.support.ranks.run_states import differences, journal_rows, read_state
+from tests.support.tables import Values, every
 from tests.support.waiting import PATIENCE_S
 from vitscale.distributed.processes import free_port
 from vitscale.objectives.objective import Objective
@@ -50,14 +45,14 @@ HERE = socket.gethostname()
 WITHOUT = ("evaluate=[{name: knn, max_bank_images: 100}]", "data.mixing=null")
 TIMM = ("model.name=timm", "model.model=test_convnext", "model.image_size=32")
 # Settings of each. One more row is a model of timm.
-OBJECTIVES: dict[str, tuple[str, ...]] = {
+OBJECTIVES = {
     name: (f"objective.name={name}", *NEEDED.get(name, ()))
     + (() if kind.trains_classifier else WITHOUT)
     for name, kind in REGISTERED.items()
 } | {"supervised": (), "timm": ("optim.layer_decay=0.9",)}
 
 
-def way(runs: FaultRuns, name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+def way(runs: FaultRuns, name: str) -> tuple[tuple[str, ...], Values]:
     """Settings of an objective, or of fine-tuning, and how `FaultRuns` starts it."""
     if name == "fine-tuning":
         return (f"init={runs.undisturbed()}",), {"stage": "finetune"}
@@ -92,21 +87,21 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    by_level(
+@every(
+    case=by_level(
         KILLS,
         fast={"in the backward pass"},
         slow=KILLS.keys() - {"in the backward pass", "at start", "before retention"},
-    ),
+    )
 )
-def test_killed_rank(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
+def test_killed_rank(fault_runs: FaultRuns, tmp_path, case):
     name, stage, rank, place, nth, step = KILLS[case]
     settings, how = way(fault_runs, name)
     settings += (f"engine.zero_stage={stage}",) if stage != 1 else ()
     planted = {rank: [fault(place, nth, "kill")]}
     world = fault_runs.start(tmp_path, *settings, faults=planted, **how)
     assert wait_and_end_others(world)[rank] == -signal.SIGKILL, output(tmp_path)
+
     # The save before the last one begun was certainly committed.
     least = max(0, (step - 1) // INTERVAL * INTERVAL - INTERVAL)
     assert least <= newest_step(tmp_path) <= step
@@ -114,7 +109,7 @@ def test_killed_rank(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
 
 
 @slow
-def test_killed_again_while_resuming(fault_runs: FaultRuns, killed_copy: Path) -> None:
+def test_killed_again_while_resuming(fault_runs: FaultRuns, killed_copy):
     for rank, place in enumerate(("start", "restore")):
         world = fault_runs.start(killed_copy, faults={rank: [fault(place, 1, "kill")]})
         assert wait_and_end_others(world)[rank] == -signal.SIGKILL
@@ -138,8 +133,8 @@ LAYOUTS += [(name, 1, 0) for name in REGISTERED if name != "supervised"]
 @slow
 @pytest.mark.parametrize("name, num_ranks, stage", LAYOUTS)
 def test_another_layout_goes_on_with_the_same_losses(
-    fault_runs: FaultRuns, tmp_path: Path, name: str, num_ranks: int, stage: int
-) -> None:
+    fault_runs: FaultRuns, tmp_path, name, num_ranks, stage
+):
     settings, how = way(fault_runs, name)
     settings += () if name == "timm" else STILL
     settings += () if "data.mixing=null" in settings else AUGMENTED
@@ -154,24 +149,23 @@ def test_another_layout_goes_on_with_the_same_losses(
         close = {
             key for key in own if key.endswith(("loss", "lr", "step", "grad_norm"))
         }
-        assert own.keys() == other.keys() and {
-            key: own[key] for key in close
-        } == pytest.approx(
+        assert own.keys() == other.keys()
+        assert {key: own[key] for key in close} == pytest.approx(
             {key: other[key] for key in close},
             rel=1e-5 if own["step"] < STEPS else 1e-4,
         )
 
 
 @slow
-@pytest.mark.parametrize("name", OBJECTIVES)
+@every(name=OBJECTIVES)
 def test_finetuning_starts_from_the_trunk_of_each_objective(
-    fault_runs: FaultRuns, tmp_path: Path, name: str
-) -> None:
+    fault_runs: FaultRuns, tmp_path, name
+):
     settings, how = way(fault_runs, name)
     source = fault_runs.undisturbed(*settings, **how)
     if name == "distillation":
         logged = {key for row in journal_rows(source) for key in row}
-        heads = {f"val/{head}_top1" for head in ("cls", "dist", "softmax", "ema_cls")}
+        heads = {f"val/{head}_top1" for head in "cls dist softmax ema_cls".split()}
         parts = {
             f"train/{part}"
             for part in ("label_loss", "teacher_loss", "teacher_agreement")
@@ -193,15 +187,15 @@ def test_finetuning_starts_from_the_trunk_of_each_objective(
 
 
 @slow
-def test_finetuning_resumes_without_its_start(
-    fault_runs: FaultRuns, killed_copy: Path
-) -> None:
-    source, folder = killed_copy / "run", killed_copy / "tuned"
+def test_finetuning_resumes_without_its_start(fault_runs: FaultRuns, killed_copy):
+    source = killed_copy / "run"
+    folder = killed_copy / "tuned"
     with open(
         source / "checkpoints/step-00000015/rank-00000.safetensors", "ab"
     ) as file:
         file.write(b"x")
-    settings, how = (f"init={source}", "schedule.steps=7"), {"stage": "finetune"}
+    settings = (f"init={source}", "schedule.steps=7")
+    how = {"stage": "finetune"}
     planted = {1: [fault("backward", micro_step(7), "lag and kill")]}
     wait_and_end_others(fault_runs.start(folder, *settings, faults=planted, **how))
     assert "skipping damaged checkpoint" in output(folder)
@@ -217,34 +211,34 @@ def test_finetuning_resumes_without_its_start(
 
 
 @slow
-def test_shards_without_labels(fault_runs: FaultRuns, tmp_path: Path) -> None:
+def test_shards_without_labels(fault_runs: FaultRuns, tmp_path):
     """They train where no label is needed, and are refused elsewhere."""
     (tmp_path / "images").mkdir()
     for number in range(40):
         (tmp_path / f"images/{number}.png").write_bytes(
             encoded("PNG", seed=number, side=8)
         )
-    source, labels = {"holdout_fraction": 0.1}, {"values": "none"}
+    source = {"holdout_fraction": 0.1}
+    labels = {"values": "none"}
     prepare_here(
         run_of(tmp_path / "images", tmp_path / "shards", source=source, labels=labels)
     )
-    short: dict[str, Any] = {"shards": tmp_path / "shards", "num_ranks": 1}
+    short = {"shards": tmp_path / "shards", "num_ranks": 1}
     for name, code in (("masked_patch_prediction", 0), ("supervised", 2), ("mae", 2)):
         settings = [*OBJECTIVES[name], "schedule.steps=5"]
         settings += ["evaluate=[]"] if code == 0 else []
         assert fault_runs.run(tmp_path / name, *settings, **short) == [code]
         said = output(tmp_path / name)
         needs = f"{'knn' if name == 'mae' else name} needs labels, but the shards of"
-        assert (
-            "36 images, no classes" if code == 0 else needs
-        ) in said and "Traceback" not in said
+        assert ("36 images, no classes" if code == 0 else needs) in said
+        assert "Traceback" not in said
 
 
 # A save after a signal ends a log interval, which an uninterrupted training may not end there.
 EVERY_STEP = "tracking.log_every_steps=1"
 # Faults by rank, exit codes, the committed step: the one after the signal's, since ranks agree in
 # the background.
-SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
+SIGNALS = {
     "bursts on both ranks": (
         {rank: [fault("batch", micro_step(7), "burst")] for rank in (0, 1)},
         [75, 75],
@@ -266,29 +260,29 @@ SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    by_level(
+@every(
+    case=by_level(
         SIGNALS,
         fast=["bursts on both ranks"],
         slow=SIGNALS.keys() - {"bursts on both ranks"},
-    ),
+    )
 )
-def test_stop_signals(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
+def test_stop_signals(fault_runs: FaultRuns, tmp_path, case):
     planted, codes, step = SIGNALS[case]
     grace_s = 0 if case == "before training" else 30
     settings = () if step % LOGGED == 0 else (EVERY_STEP,)
     world = fault_runs.start(tmp_path, *settings, faults=planted)
     assert wait_and_end_others(world, grace_s=grace_s) == codes, output(tmp_path)
+
     # A signal during a save takes effect one or two steps later.
     assert step <= newest_step(tmp_path) <= step + (2 if case == "in a save" else 0)
     fault_runs.assert_resumes_exactly(tmp_path, *settings)
 
 
 @slow
-def test_loader_workers(fault_runs: FaultRuns, tmp_path: Path) -> None:
+def test_loader_workers(fault_runs: FaultRuns, tmp_path):
     """A killed one is named; all ignore the signals of a launcher."""
-    planted: dict[int, Faults] = {1: [fault("batch", micro_step(7), "kill worker")]}
+    planted = {1: [fault("batch", micro_step(7), "kill worker")]}
     world = fault_runs.start(tmp_path, faults=planted)
     assert wait_and_end_others(world, grace_s=10)[1] > 0
     assert "a loader worker died" in world[1].output()
@@ -300,7 +294,7 @@ def test_loader_workers(fault_runs: FaultRuns, tmp_path: Path) -> None:
 
 
 # rank, fault, its exit code if it is certain. No launcher ends the other one.
-LOST: Mapping[str, tuple[int, str, int | None]] = {
+LOST = {
     "rank 1 stopped": (1, "stop", -signal.SIGKILL),
     "rank 0 stopped": (0, "stop", -signal.SIGKILL),
     "rank 1 hangs": (1, "hang", None),
@@ -311,13 +305,10 @@ LOST: Mapping[str, tuple[int, str, int | None]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    by_level(LOST, fast=["rank 1 stopped"], slow=LOST.keys() - {"rank 1 stopped"}),
+@every(
+    case=by_level(LOST, fast=["rank 1 stopped"], slow=LOST.keys() - {"rank 1 stopped"})
 )
-def test_surviving_rank_ends_and_names_the_other(
-    fault_runs: FaultRuns, tmp_path: Path, case: str
-) -> None:
+def test_surviving_rank_ends_and_names_the_other(fault_runs: FaultRuns, tmp_path, case):
     rank, do, code = LOST[case]
     planted = {rank: [fault("batch" if do == "hang" else "forward", micro_step(8), do)]}
     world = fault_runs.start(tmp_path, "engine.timeout_min=0.15", faults=planted)
@@ -330,18 +321,16 @@ def test_surviving_rank_ends_and_names_the_other(
 
 
 @slow
-def test_updates_with_nan_are_skipped_and_named(
-    fault_runs: FaultRuns, tmp_path: Path
-) -> None:
+def test_updates_with_nan_are_skipped_and_named(fault_runs: FaultRuns, tmp_path):
     planted = {1: [fault("forward", micro_step(8, number=1), "NaN")]}
     assert fault_runs.run(tmp_path, faults=planted) == [0, 0], output(tmp_path)
-    assert "1 updates skipped" in output(tmp_path) and "on rank 1; samples '" in output(
-        tmp_path
-    )
+    assert "1 updates skipped" in output(tmp_path)
+    assert "on rank 1; samples '" in output(tmp_path)
     state = read_state(tmp_path / "run")
     skipped = [
         row["train/skipped_steps"] for row in state.journal if "train/loss" in row
     ]
+
     # At steps 4, 5, 8, 10, 12, 15, 16, 20 and 24.
     assert skipped == [0] * 2 + [1] * 7
     assert all(bool(tensor.isfinite().all()) for tensor in state.tensors.values())
@@ -352,7 +341,7 @@ def test_updates_with_nan_are_skipped_and_named(
     assert "samples of that step: '" in output(tmp_path / "all")
 
 
-def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_never_starts_is_named(tmp_path):
     code = (
         "from vitscale.distributed import processes, world\n"
         "world.INIT_TIMEOUT_MIN = 0.02\n"
@@ -368,7 +357,8 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
     assert "not all of 2 ranks started within 0.02 min; missing: 1" in done.stderr
 
 
@@ -385,10 +375,8 @@ DROPPED = {
 
 
 @slow
-@pytest.mark.parametrize("mutant", DROPPED)
-def test_dropped_state_is_noticed(
-    fault_runs: FaultRuns, killed_copy: Path, mutant: str
-) -> None:
+@every(mutant=DROPPED)
+def test_dropped_state_is_noticed(fault_runs: FaultRuns, killed_copy, mutant):
     ranks = fault_runs.start(killed_copy, mutant=mutant)
     assert wait_all(ranks) == [0, 0], ranks[0].output()
     found = differences(read_state(killed_copy / "run"), fault_runs.uninterrupted())

@@ -5,8 +5,6 @@ uninterrupted run bit by bit.
 Left out: every system call of a save, and power loss (test_checkpoint_faults).
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -26,43 +24,45 @@ from tests.support.ranks.fault_runs import (
     wait_for_hold,
 )
 from tests.support.ranks.run_states import differences, journal_rows
+from tests.support.tables import every
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.distributed
 slow = pytest.mark.slow
 exhaustive = pytest.mark.exhaustive
-NEWEST, OLDER = "step-00000015", "step-00000010"
+NEWEST = "step-00000015"
+OLDER = "step-00000010"
 
 
 @slow
 def test_damaged_checkpoint_is_skipped_with_a_message(
-    fault_runs: FaultRuns, killed_copy: Path
-) -> None:
+    fault_runs: FaultRuns, killed_copy
+):
     path = killed_copy / f"run/checkpoints/{NEWEST}/rank-00000.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     said = fault_runs.assert_resumes_exactly(killed_copy)
-    assert "skipping damaged checkpoint" in said and NEWEST in said
+    assert "skipping damaged checkpoint" in said
+    assert NEWEST in said
     assert "at step 10\n" in said
 
 
 @slow
 def test_unavailable_storage_at_a_restart_loses_nothing(
-    fault_runs: FaultRuns, killed_copy: Path
-) -> None:
+    fault_runs: FaultRuns, killed_copy
+):
     """The tensors of both checkpoints: the run is refused and changes nothing until they return."""
     names = [f"{step}/rank-00000.safetensors" for step in (NEWEST, OLDER)]
-    checkpoints, away = killed_copy / "run/checkpoints", killed_copy / "away"
+    checkpoints = killed_copy / "run/checkpoints"
+    away = killed_copy / "away"
     for name in names:
         (away / name).parent.mkdir(parents=True)
         (checkpoints / name).rename(away / name)
     rows = journal_rows(killed_copy / "run")
     assert fault_runs.run(killed_copy) == [2, 2]
     said = output(killed_copy)
-    assert (
-        "holds checkpoints, but none that can be read" in said
-        and "Traceback" not in said
-    )
+    assert "holds checkpoints, but none that can be read" in said
+    assert "Traceback" not in said
     assert all(step in said for step in (NEWEST, OLDER))
     assert journal_rows(killed_copy / "run") == rows
     for name in names:
@@ -75,15 +75,14 @@ def remount(folder: Path, mode: str) -> None:
 
 
 @slow
-def test_failed_checkpoint_storage_ends_the_run(
-    fault_runs: FaultRuns, tmp_path: Path
-) -> None:
+def test_failed_checkpoint_storage_ends_the_run(fault_runs: FaultRuns, tmp_path):
     checkpoints = tmp_path / "run/checkpoints"
     with mounted(checkpoints, "tmpfs", "-t", "tmpfs", "-o", "size=8m"):
         ranks = fault_runs.start(
             tmp_path, faults={1: [fault("backward", micro_step(8), "hold")]}
         )
         wait_for_hold(tmp_path, ranks)
+
         # Its commit goes on in the background while the rank is held.
         wait_until(lambda: newest_step(tmp_path) == 5, else_say=ranks[0].output)
         remount(checkpoints, "ro")
@@ -99,10 +98,10 @@ def test_failed_checkpoint_storage_ends_the_run(
         fault_runs.assert_resumes_exactly(tmp_path)
 
 
-@pytest.mark.parametrize("rank", by_level([0, 1], slow=[1]))
+@every(rank=by_level([0, 1], slow=[1]))
 def test_training_goes_on_after_a_save_that_fails_on_one_rank(
-    fault_runs: FaultRuns, tmp_path: Path, rank: int
-) -> None:
+    fault_runs: FaultRuns, tmp_path, rank
+):
     """After four attempts; in the save before it, the third one succeeds."""
     # Two files of rank 0 in every save, one of rank 1.
     second = {0: 5, 1: 4}[rank]
@@ -117,9 +116,7 @@ def test_training_goes_on_after_a_save_that_fails_on_one_rank(
 
 
 @slow
-def test_the_journal_is_flushed_for_every_checkpoint(
-    fault_runs: FaultRuns, tmp_path: Path
-) -> None:
+def test_the_journal_is_flushed_for_every_checkpoint(fault_runs: FaultRuns, tmp_path):
     """Where that fails the step is saved all the same, with a warning."""
     faults = {0: [fault("flush", "every", "EIO")]}
     assert fault_runs.run(
@@ -131,9 +128,7 @@ def test_the_journal_is_flushed_for_every_checkpoint(
 
 
 @slow
-def test_unavailable_tracking_server_changes_nothing(
-    fault_runs: FaultRuns, tmp_path: Path
-) -> None:
+def test_unavailable_tracking_server_changes_nothing(fault_runs: FaultRuns, tmp_path):
     gone = "tracking.uri=http://127.0.0.1:9"
     planted = {1: [fault("backward", micro_step(13), "kill")]}
     wait_and_end_others(fault_runs.start(tmp_path, gone, faults=planted))

@@ -3,8 +3,6 @@
 Left out: runs that are disturbed (test_resume).
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import subprocess
@@ -18,6 +16,7 @@ import yaml
 from tests.support.levels import by_level
 from tests.support.ranks.fault_runs import STEPS, FaultRuns, fault, output, wait_all
 from tests.support.ranks.warm_ranks import ROOT
+from tests.support.tables import every
 from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.checkpoint.store import read_tensors
@@ -34,12 +33,13 @@ def finished(fault_runs: FaultRuns) -> Path:
     return fault_runs.undisturbed()
 
 
-def test_run_folder_holds_the_documented_files(finished: Path) -> None:
+def test_run_folder_holds_the_documented_files(finished):
     rows = [
         json.loads(line)
         for line in (finished / "journal.jsonl").read_text().splitlines()
     ]
     trained = [row for row in rows if "train/loss" in row]
+
     # Every fourth step, and every fifth with its checkpoint.
     assert [row["step"] for row in trained] == [4, 5, 8, 10, 12, 15, 16, 20, 24]
     assert all(0 < row["vitals/data_wait"] < 1 for row in trained)
@@ -60,10 +60,8 @@ def test_run_folder_holds_the_documented_files(finished: Path) -> None:
     assert kept == ["step-00000020", "step-00000024"]
 
 
-def test_a_finished_run_repeated_changes_nothing(
-    fault_runs: FaultRuns, finished: Path
-) -> None:
-    def contents() -> dict[Path, bytes]:
+def test_a_finished_run_repeated_changes_nothing(fault_runs: FaultRuns, finished):
+    def contents():
         return {
             path: path.read_bytes() for path in finished.rglob("*") if path.is_file()
         }
@@ -71,8 +69,10 @@ def test_a_finished_run_repeated_changes_nothing(
     before = contents()
     assert fault_runs.run(finished.parent) == [0, 0]
     done = f"done before: {finished} at step {STEPS}\n"
-    assert done in output(finished.parent) and "not used" not in output(finished.parent)
+    assert done in output(finished.parent)
+    assert "not used" not in output(finished.parent)
     assert contents() == before
+
     # Other settings are not used, which is said.
     assert fault_runs.run(finished.parent, "optim.lr=0.5") == [0, 0]
     refused = f"{done}not used, since the run is finished:\n    optim.lr: 0.001 -> 0.5\n  next: "
@@ -80,19 +80,20 @@ def test_a_finished_run_repeated_changes_nothing(
     assert contents() == before
 
 
-def test_profiled_steps_are_traced(fault_runs: FaultRuns, tmp_path: Path) -> None:
+def test_profiled_steps_are_traced(fault_runs: FaultRuns, tmp_path):
     settings = ("engine.profile_steps=2", "schedule.steps=8")
     assert fault_runs.run(tmp_path, *settings) == [0, 0]
     trace = json.loads((tmp_path / "run/profile.json").read_text())
     names = [event.get("name", "") for event in trace["traceEvents"]]
     assert len({name for name in names if name.startswith("ProfilerStep#")}) == 2
-    assert names.count("aten::addmm") > 0 and "gloo:all_reduce" in " ".join(names)
+    assert names.count("aten::addmm") > 0
+    assert "gloo:all_reduce" in " ".join(names)
 
 
 @pytest.mark.slow
 def test_finetuning_at_a_higher_resolution_through_the_launcher(
-    fault_runs: FaultRuns, finished: Path, tmp_path: Path
-) -> None:
+    fault_runs: FaultRuns, finished, tmp_path
+):
     """Start by DeepSpeed's launcher, in fresh processes."""
     command = [Path(sys.executable).with_name("deepspeed"), "--num_gpus=2"]
     command += [f"--master_port={free_port()}", ROOT / "finetune/main.py"]
@@ -112,7 +113,6 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
     assert "on 360 images of 'test'" in done.stdout
     assert f": from {finished}; 0." in done.stdout
     checkpoint, _ = newest_checkpoint(tmp_path / "run/checkpoints")
-    assert checkpoint is not None
     assert read_tensors(checkpoint.files, prefix="model.")["pos_embed"].shape == (
         1,
         1 + 6 * 6,
@@ -160,28 +160,27 @@ def start_lacking(
     "place, rank", by_level(LACKING, fast=LACKING[1:2], slow=[LACKING[0], *LACKING[2:]])
 )
 def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
-    fault_runs: FaultRuns, tmp_path: Path, place: str, rank: int
-) -> None:
+    fault_runs: FaultRuns, tmp_path, place, rank
+):
     codes, outputs = start_lacking(fault_runs, tmp_path, place, [rank])
     assert set(codes) == {FailureKind.NODE.exit_code}
     for text in outputs:
         assert f"rank {rank} on n{rank}: what the run needs: is not here" in text
     found = cause(read_failures(tmp_path / "run"))
-    assert found is not None
-    assert (found.kind, found.rank, found.node) == (FailureKind.NODE, rank, f"n{rank}")
+    assert found.kind == FailureKind.NODE
+    assert found.rank == rank
+    assert found.node == f"n{rank}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["prepare", "index", "init", "tracker"])
-def test_what_all_nodes_lack_is_bad_input(
-    fault_runs: FaultRuns, tmp_path: Path, place: str
-) -> None:
+@every(place="prepare, index, init, tracker")
+def test_what_all_nodes_lack_is_bad_input(fault_runs: FaultRuns, tmp_path, place):
     ranks = [0] if place == "tracker" else [0, 1]
     codes, outputs = start_lacking(fault_runs, tmp_path, place, ranks)
     assert set(codes) == {FailureKind.BAD_INPUT.exit_code}
     assert all("what the run needs: is not here" in text for text in outputs)
     found = cause(read_failures(tmp_path / "run"))
-    assert found is not None and found.kind is FailureKind.BAD_INPUT
+    assert found.kind is FailureKind.BAD_INPUT
 
 
 # Overrides of a start in the folder of the finished run, and what is said of them.
@@ -201,10 +200,10 @@ second job: [output=locked, another job is training in this run folder]
 """)
 
 
-@pytest.mark.parametrize("case", sorted(BAD_INPUT))
+@every(case=sorted(BAD_INPUT))
 def test_bad_input_ends_with_one_clear_message(
-    fault_runs: FaultRuns, finished: Path, tmp_path: Path, case: str
-) -> None:
+    fault_runs: FaultRuns, finished, tmp_path, case
+):
     words, message = BAD_INPUT[case]
     stage = "finetune" if case == "wrong init" else "pretrain"
     overrides = [f"output={finished}", *words.split()]
@@ -213,9 +212,11 @@ def test_bad_input_ends_with_one_clear_message(
         fcntl.flock(file, fcntl.LOCK_EX)
         ranks = fault_runs.start(tmp_path, *overrides, num_ranks=1, stage=stage)
         assert wait_all(ranks) == [2]
-    assert output(tmp_path).count(message) == 1 and "Traceback" not in output(tmp_path)
+    assert output(tmp_path).count(message) == 1
+    assert "Traceback" not in output(tmp_path)
     assert not (tmp_path / "new/checkpoints").exists()
     assert case != "few tars" or not (tmp_path / "new").exists()
     if case == "raw key":  # the engine refuses it
         failure = cause(read_failures(tmp_path / "new"))
-        assert failure is not None and "ended with an error: " in failure.what
+        assert failure is not None
+        assert "ended with an error: " in failure.what

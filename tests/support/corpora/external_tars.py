@@ -1,7 +1,5 @@
 """Write small tars, and WebDataset tars in the layouts of other projects."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile
@@ -59,14 +57,14 @@ def img2dataset_layout(
     """
     stored = {}
     for number in range(tars):
-        rows, in_tar = [], []
+        rows = []
+        in_tar = []
         for i in range(samples):
-            key, class_name = f"{number * 10_000 + i:09d}", f"n0000000{i % NUM_CLASSES}"
+            key = f"{number * 10_000 + i:09d}"
+            class_name = f"n0000000{i % NUM_CLASSES}"
             failed = i % 5 == 4
-            caption, status = (
-                f"a <b>{class_name}</b>",
-                "failed" if failed else "success",
-            )
+            caption = f"a <b>{class_name}</b>"
+            status = "failed" if failed else "success"
             rows.append(
                 {"key": key, "caption": caption, "status": status, "synset": class_name}
             )
@@ -94,8 +92,10 @@ def imagenet_22k_layout(
         for number in range(tars):
             rows = []
             for i in range(samples):
-                label, other = 7 * i + number, (i if i % 2 else -1)
-                key, image = f"n{number:08d}_{i}", photo(i + 100 * number)
+                label = 7 * i + number
+                other = i if i % 2 else -1
+                key = f"n{number:08d}_{i}"
+                image = photo(i + 100 * number)
                 facts = {"label": label, "label_12k": other, "filename": f"{key}.JPEG"}
                 rows.append({"__key__": key, "jpg": image, "cls": label, "json": facts})
                 yield split, key, image, label, other
@@ -112,10 +112,8 @@ def hugging_face_layout(
     for number in range(tars):
         rows = []
         for i in range(samples):
-            key, name = (
-                f"images/{number}_{i}",
-                ("ant", "bee", "cat fish")[i % NUM_CLASSES],
-            )
+            key = f"images/{number}_{i}"
+            name = ("ant", "bee", "cat fish")[i % NUM_CLASSES]
             image = photo(i + 50 * number)
             stored[key] = (image, name)
             rows.append({"__key__": key, "jpg": image, "cls": name.encode()})

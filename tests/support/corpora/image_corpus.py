@@ -1,13 +1,10 @@
 """Make a small folder of images and run data_prep/make_shards.py on it, or its steps here."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -62,7 +59,7 @@ def make_shards(source: Path, output: Path, *options: str, rc: int = 0) -> str:
     return run_script("make_shards", *command(source, output, *options)[2:], rc=rc)
 
 
-def run_script(name: str, *arguments: object, rc: int = 0) -> str:
+def run_script(name: str, *arguments, rc: int = 0) -> str:
     """Run a script of data_prep; returns what it printed."""
     words = [sys.executable, f"data_prep/{name}.py", *map(str, arguments)]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
@@ -81,7 +78,7 @@ def ledger(folder: Path) -> dict[str, dict[str, object]]:
     }
 
 
-def run_of(path: Path, output: Path, **sections: Any) -> DataPrepRun:
+def run_of(path: Path, output: Path, **sections) -> DataPrepRun:
     """`sections`: more settings, such as shards={"min_shards": 2}."""
     sections["source"] = {"path": str(path), **sections.get("source", {})}
     return DataPrepRun.model_validate({"output": str(output), **sections})

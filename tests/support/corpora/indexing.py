@@ -1,7 +1,5 @@
 """Index tars with data_prep/index_shards.py, verify and read the index."""
 
-from __future__ import annotations
-
 import io
 import runpy
 import subprocess
@@ -18,13 +16,14 @@ SCRIPT = ROOT / "data_prep/index_shards.py"
 VERIFY = ROOT / "data_prep/verify_shards.py"
 
 
-def run(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run(script: Path, *arguments) -> subprocess.CompletedProcess[str]:
     """Run a script in this process, because starting one takes longer than its work."""
     assert "run_rank_script" not in script.read_text(), (
         "a rank ends its process, a minute later too"
     )
-    out, err = io.StringIO(), io.StringIO()
-    code: object = 0
+    out = io.StringIO()
+    err = io.StringIO()
+    code = 0
     with (
         pytest.MonkeyPatch.context() as patch,
         redirect_stdout(out),
@@ -39,7 +38,7 @@ def run(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess([], code, out.getvalue(), err.getvalue())
 
 
-def index_command(source: object, output: Path, *overrides: str) -> list[object]:
+def index_command(source, output: Path, *overrides: str) -> list[object]:
     config = ROOT / "configs/data/index_shards.yaml"
     return ["--config", config, f"source.path={source}", f"output={output}", *overrides]
 
@@ -50,7 +49,7 @@ def run_index(
     return run(SCRIPT, *index_command(source, output, *overrides))
 
 
-def index(source: object, output: Path, *overrides: str) -> str:
+def index(source, output: Path, *overrides: str) -> str:
     finished = run_index(source, output, *overrides)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout

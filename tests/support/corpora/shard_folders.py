@@ -1,7 +1,5 @@
 """Write small shard folders with data_prep's own writers, without its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -79,7 +77,7 @@ def make_shard_folder(
     Image i of a split is of class i modulo the number of classes, png, jpg and webp in turn.
     Without classes the samples have no labels.
     """
-    splits: dict[str, list[list[Sample]]] = {}
+    splits = {}
     for split, of_tar in sorted((lengths or {"test": (2,), "train": (3, 2)}).items()):
         samples = []
         for i in range(sum(of_tar)):
@@ -111,7 +109,8 @@ def write_shard_folder(
     """
     samples = []
     for i in range(num_per_class * max(1, len(classes))):
-        width, height = side + i % 3, side - 8
+        width = side + i % 3
+        height = side - 8
         image = photo(1000 * seed + i, width=width, height=height)
         label = i % len(classes) if classes else None
         samples.append(Sample(f"{split}-{i:05d}", "jpg", image, label, width, height))
@@ -132,9 +131,12 @@ def write_folder(
 ) -> Manifest:
     """Write the samples of each tar of each split. fingerprint: of all splits, for the true one."""
     folder.mkdir(parents=True)
-    tables, entries, inputs = [], {}, []
+    tables = []
+    entries = {}
+    inputs = []
     for split, tars in splits.items():
-        rows, shards = [], []
+        rows = []
+        shards = []
         for number, samples in enumerate(tars):
             name = f"{split}-{number:06d}.tar"
             with TarShard(folder / name) as tar:

@@ -1,19 +1,17 @@
 """Small models with random weights in every tensor, as a script would have loaded and exported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from finetune.exporting.folder import write_folder
 from finetune.settings import ExportRun
+from tests.support.tables import Values
 from vitscale.evaluation.trained_model import Preprocessing, TrainedModel
 from vitscale.models.registry import MODELS
 
-SIZES: dict[str, dict[str, Any]] = {
+SIZES = {
     "vit": {
         "image_size": 16,
         "patch_size": 4,
@@ -30,12 +28,12 @@ def small_model(
     family: str = "vit",
     *,
     num_classes: int = 5,
-    preprocessing: dict[str, Any] | None = None,
+    preprocessing: Values | None = None,
     classes: tuple[str, ...] | None = None,
-    **settings: Any,
+    **settings,
 ) -> TrainedModel:
     """settings: values of `model`."""
-    chosen: Any = MODELS[family].Settings(**{**SIZES[family], **settings})
+    chosen = MODELS[family].Settings(**{**SIZES[family], **settings})
     assert not list(chosen.problems())
     arch = chosen.resolved(num_classes=num_classes)
     network = MODELS[family].load().build_model(arch, seed=0).eval()
@@ -55,13 +53,14 @@ def small_model(
     )
 
 
-def export(model: TrainedModel, to: Any, folder: Path) -> Path:
+def export(model: TrainedModel, to, folder: Path) -> Path:
     list(write_folder(ExportRun(init="x", to=to, output=str(folder)), model))
     return folder
 
 
 def images_of(model: TrainedModel, count: int = 2) -> torch.Tensor:
-    size, random = model.arch.image_size, torch.Generator().manual_seed(2)
+    size = model.arch.image_size
+    random = torch.Generator().manual_seed(2)
     return torch.randn(count, 3, size, size, generator=random)
 
 

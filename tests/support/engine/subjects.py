@@ -1,12 +1,9 @@
 """Subjects of evaluations in one process, whose model's output is given, in padded batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +40,7 @@ def index_of(
     )
 
 
-def split_of(values_ND: torch.Tensor, labels: list[int]) -> Any:
+def split_of(values_ND: torch.Tensor, labels: list[int]):
     """A split with the model's output, for `array_subject`."""
     return SimpleNamespace(
         num_samples=len(labels),
@@ -62,11 +59,12 @@ class GivenOutputs(Subject):
     """Samples of each call of `outputs`."""
 
     def outputs(
-        self, index: Any, output: str, *, samples: np.ndarray | None = None
+        self, index, output: str, *, samples: np.ndarray | None = None
     ) -> Iterator[Outputs]:
         assert output in self.model.known_outputs
         values = index.values if self.values is None else self.values
-        samples, size = np.arange(index.num_samples) if samples is None else samples, 3
+        samples = np.arange(index.num_samples) if samples is None else samples
+        size = 3
         self.extracted.append(samples)
         for first in range(0, len(samples), size):
             chosen = samples[first : first + size]
@@ -76,9 +74,9 @@ class GivenOutputs(Subject):
             yield Outputs(values[torch.from_numpy(padded)], labels, weights, padded)
 
 
-def _subject(*outputs: str, **values: Any) -> GivenOutputs:
+def _subject(*outputs: str, **values) -> GivenOutputs:
     """outputs: that the model knows. values: fields of the subject."""
-    model: Any = SimpleNamespace(world=WORLD, known_outputs=outputs)
+    model = SimpleNamespace(world=WORLD, known_outputs=outputs)
     data = DataSettings(path="shards", global_batch=3)
     common = {
         "model": model,
@@ -90,7 +88,7 @@ def _subject(*outputs: str, **values: Any) -> GivenOutputs:
     return GivenOutputs(**{**common, **values})
 
 
-def array_subject(train: Any, val: Any) -> GivenOutputs:
+def array_subject(train, val) -> GivenOutputs:
     """train: one part, or several as a tuple."""
     parts = train if isinstance(train, tuple) else (train,)
     return _subject("logits", "features", "blocks", train=parts, val=val)

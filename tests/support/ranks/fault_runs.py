@@ -4,8 +4,6 @@ Owns: settings, starts with faults, resumes and comparisons. All ranks start war
 Leaves out: the faults (`patched_rank`) and the cases (test_resume).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -18,7 +16,10 @@ from tests.support.ranks.run_states import RunState, differences, read_state
 from tests.support.ranks.warm_ranks import ROOT, WarmRank, WarmStarter, end_session
 from tests.support.waiting import PATIENCE_S, wait_until
 
-STEPS, INTERVAL, LOGGED, ACCUMULATION = 24, 5, 4, 2
+STEPS = 24
+INTERVAL = 5
+LOGGED = 4
+ACCUMULATION = 2
 # With loader workers, augmentation, mixup, dropout, drop path, an average of the weights and
 # gradient accumulation. Saves, log lines and evaluations fall on different steps.
 SETTINGS = (
@@ -32,7 +33,7 @@ SETTINGS = (
     "evaluate=[{name: classification, every_steps: 12}]",
 )
 VIT = (
-    *("model.width=24", "model.depth=2", "model.mlp_width=48", "model.dropout=0.1"),
+    *"model.width=24 model.depth=2 model.mlp_width=48 model.dropout=0.1".split(),
     "model.drop_path=0.1",
 )
 Faults = Sequence[Mapping[str, Any]]
@@ -55,8 +56,10 @@ class FaultRuns:
     """Start trainings; keep the uninterrupted ones for comparison."""
 
     def __init__(self, starter: WarmStarter, *, shards: Path, folder: Path) -> None:
-        self.starter, self.shards, self.folder = starter, shards, folder
-        self._undisturbed: dict[tuple[str, ...], Path] = {}
+        self.starter = starter
+        self.shards = shards
+        self.folder = folder
+        self._undisturbed = {}
 
     def start(
         self,
@@ -75,7 +78,7 @@ class FaultRuns:
         is_node_of_its_own: each rank, n0, n1, ...
         """
         folder.mkdir(parents=True, exist_ok=True)
-        command: list[str | Path] = [ROOT / f"{stage}/main.py"]
+        command = [ROOT / f"{stage}/main.py"]
         command += [
             "--config",
             ROOT / f"configs/digits/{stage}.yaml",
@@ -102,16 +105,16 @@ class FaultRuns:
             own_environment=own,
         )
 
-    def run(self, folder: Path, *settings: str, **how: Any) -> list[int]:
+    def run(self, folder: Path, *settings: str, **how) -> list[int]:
         return wait_all(self.start(folder, *settings, **how))
 
-    def finish(self, folder: Path, *settings: str, **how: Any) -> RunState:
+    def finish(self, folder: Path, *settings: str, **how) -> RunState:
         ranks = self.start(folder, *settings, **how)
         codes = wait_all(ranks)
         assert set(codes) == {0}, (codes, ranks[0].output())
         return read_state(folder / "run")
 
-    def undisturbed(self, *settings: str, **how: Any) -> Path:
+    def undisturbed(self, *settings: str, **how) -> Path:
         """The run folder of a training without a fault, which tests must not change."""
         key = (*settings, *map(str, how.values()))
         if key not in self._undisturbed:
@@ -120,10 +123,10 @@ class FaultRuns:
             self._undisturbed[key] = folder / "run"
         return self._undisturbed[key]
 
-    def uninterrupted(self, *settings: str, **how: Any) -> RunState:
+    def uninterrupted(self, *settings: str, **how) -> RunState:
         return read_state(self.undisturbed(*settings, **how))
 
-    def assert_resumes_exactly(self, folder: Path, *settings: str, **how: Any) -> str:
+    def assert_resumes_exactly(self, folder: Path, *settings: str, **how) -> str:
         """Resume; assert that the end equals an uninterrupted training's. Returns the output."""
         ours = self.finish(folder, *settings, **how)
         assert differences(ours, self.uninterrupted(*settings, **how)) == []

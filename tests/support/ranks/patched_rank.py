@@ -8,8 +8,6 @@ VITSCALE_MUTANT names a row of MUTANTS.
 Leaves out: the cases and their expectations (test_resume).
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -30,7 +28,7 @@ from vitscale.engine.engine import Engine, ReadPart
 from vitscale.training import session
 
 # Calls of a training, in the module that looks the name up.
-PLACES: dict[str, str] = yaml.safe_load("""
+PLACES = yaml.safe_load("""
 index: vitscale.training.session _read_index
 prepare: vitscale.objectives.objective Objective.prepare
 decoder: vitscale.training.session resolve_decoder
@@ -58,7 +56,7 @@ Call = Callable[[], Any]
 
 
 def _signal(*numbers: signal.Signals) -> Callable[[Call, tuple[Any, ...]], Any]:
-    def act(call: Call, args: tuple[Any, ...]) -> Any:
+    def act(call: Call, args: tuple[Any, ...]):
         for number in numbers:
             os.kill(os.getpid(), number)
         return call()
@@ -67,14 +65,14 @@ def _signal(*numbers: signal.Signals) -> Callable[[Call, tuple[Any, ...]], Any]:
 
 
 def _signal_worker(number: signal.Signals) -> Callable[[Call, tuple[Any, ...]], Any]:
-    def act(call: Call, args: tuple[Any, ...]) -> Any:
+    def act(call: Call, args: tuple[Any, ...]):
         os.kill(worker_pids()[0], number)
         return call()
 
     return act
 
 
-def _hold(call: Call, args: tuple[Any, ...]) -> Any:
+def _hold(call: Call, args: tuple[Any, ...]):
     """Wait until the test calls `release_hold`."""
     folder = Path(os.environ["VITSCALE_HOLD"])
     (folder / "held").touch()
@@ -84,40 +82,40 @@ def _hold(call: Call, args: tuple[Any, ...]) -> Any:
     return call()
 
 
-def _poison(call: Call, args: tuple[Any, ...]) -> Any:
+def _poison(call: Call, args: tuple[Any, ...]):
     return call() * float("nan")
 
 
-def _lag_and_kill(call: Call, args: tuple[Any, ...]) -> Any:
+def _lag_and_kill(call: Call, args: tuple[Any, ...]):
     time.sleep(2)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _hang(call: Call, args: tuple[Any, ...]) -> Any:
+def _hang(call: Call, args: tuple[Any, ...]):
     time.sleep(600)
     return call()
 
 
 def _exit(code: int) -> Callable[[Call, tuple[Any, ...]], Any]:
-    def act(call: Call, args: tuple[Any, ...]) -> Any:
+    def act(call: Call, args: tuple[Any, ...]):
         os._exit(code)
 
     return act
 
 
-def _raise(call: Call, args: tuple[Any, ...]) -> Any:
+def _raise(call: Call, args: tuple[Any, ...]):
     raise RuntimeError("injected fault")
 
 
-def _raise_oserror(call: Call, args: tuple[Any, ...]) -> Any:
+def _raise_oserror(call: Call, args: tuple[Any, ...]):
     raise OSError(5, "Input/output error", str(args[0]) if args else None)
 
 
-def _lack(call: Call, args: tuple[Any, ...]) -> Any:
+def _lack(call: Call, args: tuple[Any, ...]):
     raise UserError("is not here", where="what the run needs", next_step="look for it")
 
 
-ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
+ACTIONS = {
     "kill": _signal(signal.SIGKILL),
     "crash": _signal(signal.SIGSEGV),
     "stop": _signal(signal.SIGSTOP),
@@ -141,17 +139,17 @@ ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
 def plant(fault: dict[str, Any]) -> None:
     """`nth`: a number, or "every" for all calls."""
     module_name, path = PLACES[fault["place"]].split()
-    owner: Any = importlib.import_module(module_name)
+    owner = importlib.import_module(module_name)
     *outer, name = path.split(".")
     for each in outer:
         owner = getattr(owner, each)
     own = getattr(owner, name)
     calls = 0
 
-    def faulty(*args: Any, **kwargs: Any) -> Any:
+    def faulty(*args, **kwargs):
         nonlocal calls
 
-        def call() -> Any:
+        def call():
             return own(*args, **kwargs)
 
         calls += 1
@@ -185,7 +183,7 @@ def _replaced(kind: str, by: str | None) -> Callable[[], None]:
 
             own(self, changed, optimizer_steps=optimizer_steps)
 
-        Engine.import_state = import_state  # type: ignore[method-assign]  # the mutation
+        Engine.import_state = import_state  # the mutation
 
     return patch
 
@@ -196,13 +194,13 @@ def _no_step_count() -> None:
     def import_state(self: Engine, read: ReadPart, *, optimizer_steps: int) -> None:
         own(self, read, optimizer_steps=0)
 
-    Engine.import_state = import_state  # type: ignore[method-assign]  # the mutation
+    Engine.import_state = import_state  # the mutation
 
 
 def _data_from_the_start() -> None:
     own = session.training_batches
 
-    def training_batches(*args: Any, start: int, stop: int, **kwargs: Any) -> Any:
+    def training_batches(*args, start: int, stop: int, **kwargs):
         return own(*args, start=0, stop=stop - start, **kwargs)
 
     session.training_batches = training_batches
@@ -211,14 +209,14 @@ def _data_from_the_start() -> None:
 def _seed_by_process() -> None:
     own = session.seed_step
 
-    def seed_step(seed: int, *, step: int, **kwargs: Any) -> None:
+    def seed_step(seed: int, *, step: int, **kwargs) -> None:
         # The killed training resumes at step 15.
         own(seed, step=step - 15, **kwargs)
 
     session.seed_step = seed_step
 
 
-MUTANTS: dict[str, Callable[[], None]] = {
+MUTANTS = {
     "weights": _replaced("model", "ema"),
     "second moments": _replaced("exp_avg_sq", None),
     "average of the weights": _replaced("ema", "model"),

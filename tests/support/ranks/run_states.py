@@ -1,15 +1,13 @@
 """Read the final state of a run and compare two runs bit by bit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from tests.support.tables import Values
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.checkpoint.store import read_tensors
 
@@ -22,10 +20,10 @@ class RunState:
     """The state of a run folder that no process writes to."""
 
     step: int
-    progress: dict[str, Any]
-    description: dict[str, Any]
+    progress: Values
+    description: Values
     tensors: dict[str, torch.Tensor]
-    journal: list[dict[str, Any]]
+    journal: list[Values]
 
 
 def read_state(folder: Path) -> RunState:
@@ -42,7 +40,7 @@ def read_state(folder: Path) -> RunState:
     )
 
 
-def journal_rows(folder: Path) -> list[dict[str, Any]]:
+def journal_rows(folder: Path) -> list[Values]:
     """Rows without times. The torn last line of a killed run is skipped."""
     path = folder / "journal.jsonl"
     rows = []
@@ -66,7 +64,8 @@ def differences(ours: RunState, theirs: RunState) -> list[str]:
     )
     found += _different_tensors(ours.tensors, theirs.tensors)
     for name in ("progress", "description"):
-        one, other = getattr(ours, name), getattr(theirs, name)
+        one = getattr(ours, name)
+        other = getattr(theirs, name)
         keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
         found += [f"{name} {key}: {one.get(key)}, not {other.get(key)}" for key in keys]
     if ours.journal != theirs.journal:

@@ -1,7 +1,5 @@
 """Ranks as threads of one process, for code whose collectives are given to it as functions."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +14,10 @@ def run_ranks(
 ) -> list[T]:
     """The results of `work(rank, gather)` of all ranks; `gather` exchanges one value per rank."""
     barrier = threading.Barrier(num_ranks)
-    values: list[Any] = [None] * num_ranks
+    values = [None] * num_ranks
 
     def one(rank: int) -> T:
-        def gather(value: Any) -> list[Any]:
+        def gather(value) -> list[Any]:
             values[rank] = value
             barrier.wait(WAIT_S)
             found = list(values)

@@ -76,12 +76,13 @@ class Script:
             os.dup2(fd, target)
         os.environ.clear()
         os.environ.update(self.environment)
-        importlib.reload(
-            sys.modules["huggingface_hub.constants"]
-        )  # it reads the environment once
+
+        # It reads the environment once.
+        importlib.reload(sys.modules["huggingface_hub.constants"])
         os.chdir(self.folder)
         sys.argv = [self.path, *self.arguments]
         sys.path[0] = str(Path(self.path).parent)
+
         # A fresh process seeds both from the system; all forks would draw the same numbers.
         random.seed()
         sys.modules["numpy"].random.seed()
@@ -93,7 +94,7 @@ class Script:
         except BaseException:
             traceback.print_exc()
             code = 1
-        threading._shutdown()  # type: ignore[attr-defined]  # as at Python's end
+        threading._shutdown()  # as at Python's end
         atexit._run_exitfuncs()
         sys.stdout.flush()
         return code
@@ -159,7 +160,7 @@ class WarmStarter:
         path = os.pathsep.join(filter(None, paths))
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self._server = ForkServer()
-        self._leaders: list[int] = []
+        self._leaders = []
 
     def __enter__(self) -> WarmStarter:
         self._server.set_forkserver_preload(list(WARMED))
@@ -167,10 +168,10 @@ class WarmStarter:
             self._server.ensure_running()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_) -> None:
         for leader in self._leaders:
             end_session(leader)
-        self._server._stop()  # type: ignore[attr-defined]  # not in the type stubs
+        self._server._stop()  # not in the type stubs
 
     def start(
         self,
