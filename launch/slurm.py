@@ -14,6 +14,7 @@ from shlex import quote
 try:
     from launch.chains.load import launch_command, load_chain
     from launch.chains.settings import ChainRun
+    from launch.jobs.following import follow_run
     from launch.jobs.preparation import (
         LaunchableRun,
         check_job,
@@ -22,7 +23,7 @@ try:
         submit_run,
         with_num_workers,
     )
-    from launch.jobs.states import follow_run, shown_folder
+    from launch.jobs.run_folders import shown_folder
     from launch.jobs.submission import Submission, require_slurm
     from launch.planning.dry_run import (
         as_table,

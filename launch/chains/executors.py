@@ -21,7 +21,7 @@ from launch.comparison.report import ABSENT, Table, plain_text
 from launch.jobs.preparation import RUN_TYPES, job_folder, prepare_job, submit_run
 from launch.jobs.processes import EXIT_INTERRUPTED, StopFlag, run_here
 from launch.jobs.queue import NoAnswerError, jobs_of, submitted_ids, user_jobs
-from launch.jobs.states import RESULTS_NAME
+from launch.jobs.run_states import RESULTS_NAME
 from launch.jobs.submission import require_slurm
 from launch.planning.dry_run import (
     Check,

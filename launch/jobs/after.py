@@ -50,7 +50,7 @@ from launch.jobs.queue import (
     requeue,
     restart_count,
 )
-from launch.jobs.states import format_size
+from launch.jobs.status_text import format_size
 from launch.jobs.submission import MAX_FRUITLESS_RESTARTS
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, FailureKind
 from vitscale.distributed.events import Failure

@@ -29,7 +29,7 @@ from launch.jobs.preparation import (
 )
 from launch.jobs.queue import NoAnswerError, ask_slurm, fields_of
 from launch.jobs.snapshot import folder_name, read_code
-from launch.jobs.states import format_size
+from launch.jobs.status_text import format_size
 from launch.jobs.submission import sbatch_text, submission_environment
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import step_folders

@@ -29,7 +29,7 @@ from launch.jobs.attempts import (
     end_attempt,
     read_attempts,
 )
-from launch.jobs.states import format_size
+from launch.jobs.status_text import format_size
 from tests.support.tables import rows
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.events import (
