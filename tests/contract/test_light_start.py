@@ -98,7 +98,11 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_missing_package_is_named() -> None:
-    for script in scripts() - {PAGE, "launch.jobs.after", "vitscale.command"}:
+    for script in scripts() - {
+        PAGE,
+        "launch.jobs.requeue_decision",
+        "vitscale.command",
+    }:
         command = [sys.executable, "-I", "-S", str(module_files()[script])]
         done = subprocess.run(command, capture_output=True, text=True)
         assert (done.returncode, "Run: pip install -e ." in done.stderr) == (2, True), (

@@ -13,14 +13,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.jobs import after
-from launch.jobs.after import (
-    blamed_node,
-    classify,
-    restart_refusal,
-    storage_refusal,
-    wait_for_storage,
-)
 from launch.jobs.attempts import (
     Attempt,
     Ending,
@@ -28,6 +20,13 @@ from launch.jobs.attempts import (
     begin_attempt,
     end_attempt,
     read_attempts,
+)
+from launch.jobs.requeue_decision import (
+    blamed_node,
+    classify,
+    restart_refusal,
+    storage_refusal,
+    wait_for_storage,
 )
 from launch.jobs.status_text import format_size
 from tests.support.tables import rows
@@ -180,7 +179,9 @@ def test_a_node_without_python_is_blamed(
 def test_a_task_that_was_not_launched_is_blamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(after, "ask_slurm", lambda *_: "n1\nn2\nn3\n")
+    monkeypatch.setattr(
+        "launch.jobs.requeue_decision.ask_slurm", lambda *_: "n1\nn2\nn3\n"
+    )
     for name, value in {"SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"}.items():
         monkeypatch.setenv(name, value)
     why = "launch failed: Slurmd could not connect IO"
@@ -321,8 +322,8 @@ def test_storage_is_waited_for(
         if len(pauses) == 3:
             folder.mkdir()
 
-    monkeypatch.setattr(after.time, "sleep", sleep)
-    monkeypatch.setattr(after.time, "time", lambda: sum(pauses))
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "time", lambda: sum(pauses))
     wait_for_storage(folder, until=time.time() + 60)
     assert len(pauses) == 3 and not list(folder.iterdir())
     assert capsys.readouterr().err.count("waiting before the next start") == 1
