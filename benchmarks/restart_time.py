@@ -34,8 +34,8 @@ from benchmarks.measuring import ROOT, parser_of, run_benchmark, run_command, sp
 
 CLOCK = "RESTART_CLOCK"
 """Variable with the folder of the marks."""
-# What ends at each mark: the first call of a function in rank 0 or in `after`, or what `measure`
-# and the batch script note.
+# What ends at each mark: the first call of a function in rank 0 or in `requeue_decision`, or what
+# `measure` and the batch script note.
 PYTHON, STEP = "start of Python", "first step"
 AFTER_MARKS = {
     "after: imports": "launch.jobs.queue:job_fields",
@@ -97,7 +97,7 @@ def main() -> None:
 def note_first_calls() -> None:
     """Note the start of this process, and the first call of each function of the marks."""
     words = " ".join(sys.orig_argv)
-    if "launch.jobs.after" in words:
+    if "launch.jobs.requeue_decision" in words:
         marks = AFTER_MARKS
     elif "RANK" in os.environ or "SLURM_PROCID" in os.environ:
         marks = RANK_MARKS
@@ -154,7 +154,7 @@ def noting(function: Callable[..., Any], mark: str) -> Callable[..., Any]:
 
 def note(mark: str) -> None:
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
-    if "launch.jobs.after" in sys.orig_argv:
+    if "launch.jobs.requeue_decision" in sys.orig_argv:
         rank = "after"
     row = {"mark": mark, "time": time.time(), "cpu": time.process_time()}
     line = json.dumps(row | {"rank": rank, "pid": os.getpid()}) + "\n"

@@ -30,11 +30,16 @@ except ModuleNotFoundError as error:
 def main() -> None:
     # First of all: a signal that comes while a chain is read must not be missed.
     stop = StopFlag()
+
+    # init=RUN alone is an evaluation, whose settings are those of the run.
     num_procs, argv = parse_num_procs()
-    of_run = settings_of_run(argv)
+    settings = settings_of_run(argv)
+    if settings:
+        settings = ["stage=evaluate", *settings]
+
     command = launch_command(
-        [*(of_run and ["stage=evaluate"]), *of_run, *argv],
-        needs_config=not of_run,
+        [*settings, *argv],
+        needs_config=not settings,
         program="vitscale launch --local",
         description="Run a stage, a sweep or a chain on this machine; init=RUN alone: its "
         "evaluation.\n--num-procs N: that many processes; default: one for each GPU.",
@@ -53,6 +58,8 @@ def main() -> None:
         raise UserError(
             "--dry-run is for chains here", where="command line", next_step=step
         )
+
+    # All that can be wrong is reported before the job has a folder.
     run = command.run
     check_job(run, num_tasks=num_procs, cluster="local")
     if isinstance(run, TrainingRun) and not run.data.is_streamed:
@@ -69,6 +76,7 @@ def start_chain(
     settings: ChainRun, num_procs: int, *, stop: StopFlag, is_dry_run: bool
 ) -> int:
     """Run what a chain lacks, or show it. Returns the exit code."""
+    # A single run needs none of the code of chains.
     from launch.chains.executors import chain_states, overview, run_chain
 
     chain = load_chain(settings, cluster="local", num_tasks=num_procs)
@@ -89,6 +97,8 @@ def parse_num_procs() -> tuple[int, list[str]]:
         "--num-procs", nargs="?", const="", default=str(num_gpus() or 1)
     )
     arguments, others = parser.parse_known_args()
+
+    # Without a value it is empty, and as wrong as a name or 0.
     given = arguments.num_procs
     if not (given.isdecimal() and int(given)):
         raise UserError(

@@ -14,6 +14,7 @@ from shlex import quote
 try:
     from launch.chains.load import launch_command, load_chain
     from launch.chains.settings import ChainRun
+    from launch.jobs.following import follow_run
     from launch.jobs.preparation import (
         LaunchableRun,
         check_job,
@@ -22,7 +23,7 @@ try:
         submit_run,
         with_num_workers,
     )
-    from launch.jobs.states import follow_run, shown_folder
+    from launch.jobs.run_folders import shown_folder
     from launch.jobs.submission import Submission, require_slurm
     from launch.planning.dry_run import (
         as_table,
@@ -58,6 +59,8 @@ def main() -> None:
     )
     is_dry_run = "--dry-run" in command.switches
     run = command.run
+
+    # Neither has a meaning for several jobs, which end at different times.
     is_one_job = not isinstance(run, ChainRun) and run.launch.num_tasks == 1
     if command.switches - {"--dry-run"} and not is_one_job:
         raise UserError(
@@ -65,17 +68,26 @@ def main() -> None:
             where="command line",
             next_step="submit without them; then vitscale status",
         )
+
     if isinstance(run, ChainRun):
+        # A single run needs none of the code of chains.
         from launch.chains.executors import describe_chain, submit_chain
 
         chain = load_chain(run, cluster="slurm")
-        print(describe_chain(chain)) if is_dry_run else submit_chain(chain)
+        if is_dry_run:
+            print(describe_chain(chain))
+        else:
+            submit_chain(chain)
         return
+
+    # All that can be wrong is reported before the first command of SLURM that changes anything.
     run = with_num_workers(run)
     check_job(run, cluster="slurm")
     text = batch_script(run)
     checks = [*run_checks(run), *slurm_check(text)]
+
     if is_dry_run:
+        # From what was asked to what SLURM would get.
         print(
             describe(run),
             f"# Checks\n{as_table(checks)}",
@@ -85,10 +97,14 @@ def main() -> None:
         return
     refuse_or_warn(checks)
     require_slurm()
-    submission = submit_run(
-        run, earlier="wait" if "--after" in command.switches else "refuse"
-    )
+
+    if "--after" in command.switches:
+        submission = submit_run(run, earlier="wait")
+    else:
+        submission = submit_run(run)
     print_next_steps(run, submission)
+
+    # The job does not need this process, which only shows what happens.
     if "--follow" in command.switches:
         print(flush=True)
         raise SystemExit(follow_run(job_folder(run, cluster="slurm").parent))
@@ -96,15 +112,21 @@ def main() -> None:
 
 def print_next_steps(run: LaunchableRun, submission: Submission) -> None:
     job_id = submission.job_id
-    if submission.is_array:
-        kind, pause = "array", "finished work is kept, then requeue"
-        log = f"{submission.log('TASK')}, TASK from 0 to {submission.num_tasks - 1}"
-    else:
-        kind, pause = "job", "checkpoint, then requeue"
-        log = str(submission.log(0))
+    # Commands that can be copied: a relative path is shorter, and quoted for the shell.
     folder = shown_folder(job_folder(run, cluster="slurm").parent)
     status = f"vitscale status {quote(folder)}"
-    follow = "" if submission.is_array else f"  watch    {status} --follow\n"
+
+    kind = "job"
+    pause = "checkpoint, then requeue"
+    log = str(submission.log(0))
+    follow = f"  watch    {status} --follow\n"
+    if submission.is_array:
+        # The tasks of an array have no common log to follow, and no checkpoints.
+        kind = "array"
+        pause = "finished work is kept, then requeue"
+        log = f"{submission.log('TASK')}, TASK from 0 to {submission.num_tasks - 1}"
+        follow = ""
+
     print(
         f"submitted {kind} {job_id}: {run_name(run)}, {submission.num_tasks} task(s)\n"
         f"  log      {log}\n"

@@ -15,7 +15,10 @@ import time
 from dataclasses import asdict
 
 try:
-    from launch.jobs.states import as_text, find_runs, follow_run, jobs_for, read_state
+    from launch.jobs.following import follow_run
+    from launch.jobs.run_folders import find_runs
+    from launch.jobs.run_states import jobs_for, read_state
+    from launch.jobs.status_text import as_text
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -25,6 +28,8 @@ except ModuleNotFoundError as error:
 def main() -> None:
     arguments = parse()
     folders = find_runs(arguments.runs)
+
+    # Logs of several runs would be mixed line by line.
     if arguments.follow:
         if len(folders) > 1:
             raise UserError(
@@ -33,6 +38,8 @@ def main() -> None:
                 next_step="name one run",
             )
         raise SystemExit(follow_run(folders[0]))
+
+    # SLURM is asked once for all runs.
     jobs = jobs_for(folders)
     runs = [read_state(folder, jobs) for folder in folders]
     if arguments.json:
@@ -50,12 +57,14 @@ def parse() -> argparse.Namespace:
         description="Show whether runs are queued, running, paused, stopped, finished or failed.",
         allow_abbrev=False,
     )
+
     parser.add_argument(
         "runs",
         nargs="*",
         metavar="RUN",
         help="run folder, name below runs/, or folder of runs",
     )
+    # The log of one run and a list of all have nothing in common.
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--follow",

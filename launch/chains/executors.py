@@ -21,7 +21,7 @@ from launch.comparison.report import ABSENT, Table, plain_text
 from launch.jobs.preparation import RUN_TYPES, job_folder, prepare_job, submit_run
 from launch.jobs.processes import EXIT_INTERRUPTED, StopFlag, run_here
 from launch.jobs.queue import NoAnswerError, jobs_of, submitted_ids, user_jobs
-from launch.jobs.states import RESULTS_NAME
+from launch.jobs.run_states import RESULTS_NAME
 from launch.jobs.submission import require_slurm
 from launch.planning.dry_run import (
     Check,
@@ -77,7 +77,9 @@ def chain_states(chain: Chain) -> dict[str, StepState]:
 
 def check_unchanged(states: States) -> None:
     """Raise UserErrors for runs made with other settings; none is used or overwritten."""
-    if errors := [state.error for state in states.values() if state.error is not None]:
+    # All of them at once: otherwise each correction would only show the next one.
+    errors = [state.error for state in states.values() if state.error is not None]
+    if errors:
         raise UserErrors(errors)
 
 
@@ -85,45 +87,55 @@ def step_state(step: ChainStep, states: States) -> StepState:
     """Return the state of one step. states: must include the steps that it needs."""
     if isinstance(step.run, DataPrepRun):
         return _data_prep_state(step, step.run)
-    needs = [states[name] for name in step.needs]
+    needed = [states[name] for name in step.needs]
     if step.kind != "evaluate":
-        return _training_state(step, complete=all(state.is_done for state in needs))
+        return _training_state(step, complete=all(state.is_done for state in needed))
+
     results = step.folder / RESULTS_NAME
     if not results.exists():
         return StepState(text="missing")
+
+    # Its results are those of other weights or shards if one of these was made later.
     finished = results.stat().st_mtime
-    files = sorted(
+    is_newest = all(
+        state.is_done and finished >= (state.finished or 0) for state in needed
+    )
+    # The newest of its configurations is the one that it has used.
+    configs = sorted(
         step.folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime
     )
-    is_newest = all(
-        state.is_done and finished >= (state.finished or 0) for state in needs
-    )
-    if not is_newest or not files or _changes_since(step.run, files[-1]):
+    if not is_newest or not configs or _changes_since(step.run, configs[-1]):
         return StepState(text="old")
     return StepState(text="done", finished=finished)
 
 
 def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
     folder = step.folder
-    manifest = folder / MANIFEST_NAME
-    if not manifest.exists():
+    path = folder / MANIFEST_NAME
+    if not path.exists():
         return StepState(text="missing")
-    manifest_read = read_manifest(folder)
-    made = manifest_read.config
+
+    # Only settings that both versions know can be compared.
+    manifest = read_manifest(folder)
+    before = flatten(manifest.config)
     settings = run.model_dump(mode="json")
-    now = flatten({key: settings[key] for key in made.keys() & settings.keys()})
+    now = flatten({key: settings[key] for key in manifest.config.keys() & settings})
 
     # A manifest also has the hash of each file that a setting names, as KEY_blake3.
-    for key in [key for key in flatten(made) if key.endswith(HASH_OF_FILE)]:
+    for key, known_hash in before.items():
+        if not key.endswith(HASH_OF_FILE):
+            continue
+        now[key] = known_hash
         file = Path(now.get(key.removesuffix(HASH_OF_FILE), "")).expanduser()
         # Only the nodes may see the file.
-        now[key] = blake3_of_file(file) if file.is_file() else flatten(made)[key]
+        if file.is_file():
+            now[key] = blake3_of_file(file)
 
-    if changes := _changes(made, now):
+    if changes := _changes(manifest.config, now):
         return _changed("exists already, made with other settings", changes, folder)
-    if difference := run.source.other_place(manifest_read.source_path):
+    if difference := run.source.other_place(manifest.source_path):
         return _changed("exists already, from another source", [difference], folder)
-    return StepState(text="done", finished=manifest.stat().st_mtime)
+    return StepState(text="done", finished=path.stat().st_mtime)
 
 
 def _training_state(step: ChainStep, *, complete: bool) -> StepState:
@@ -132,19 +144,20 @@ def _training_state(step: ChainStep, *, complete: bool) -> StepState:
     newest = next((path for path in folders if looks_whole(path)), None)
     if newest is None:
         return StepState(text="missing")
-    at = step_of(newest)
+
+    last_step = step_of(newest)
     changes = _changes_since(step.run, step.folder / "config.yaml")
+    # It started from what was there before, which nobody can compare any more.
     if not complete:
-        changes = [
-            f"what it starts from is missing or incomplete: {', '.join(step.needs)}"
-        ]
+        needs = ", ".join(step.needs)
+        changes = [f"what it starts from is missing or incomplete: {needs}"]
     if changes:
-        return _changed(
-            f"trained to step {at:,} with other settings", changes, step.folder
-        )
+        what = f"trained to step {last_step:,} with other settings"
+        return _changed(what, changes, step.folder)
+
     start = read_start(step.folder)
-    if start is None or at < start.total_steps:
-        return StepState(text=f"resumable (step {at:,})")
+    if start is None or last_step < start.total_steps:
+        return StepState(text=f"resumable (step {last_step:,})")
     return StepState(text="done", finished=(newest / MANIFEST).stat().st_mtime)
 
 
@@ -158,20 +171,21 @@ def _changed(what: str, changes: list[str], folder: Path) -> StepState:
 
 
 def _changes_since(run: Run, path: Path) -> list[str]:
-    """Settings with an effect that differ from a configuration that was run."""
+    """List settings with an effect that differ from a configuration that was run."""
     try:
-        made = load_run_file(RUN_TYPES, path).model_dump(mode="json")
+        before = load_run_file(RUN_TYPES, path).model_dump(mode="json")
     except UserError:
         return [f"{path} cannot be read by this version"]
-    return _changes(made, run.model_dump(mode="json"))
+    return _changes(before, run.model_dump(mode="json"))
 
 
-def _changes(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Settings with an effect that differ."""
-    changes = changed_settings(made, now, purpose="chain")
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List settings with an effect that differ."""
+    # Another number of nodes, or a tag, makes no other model.
+    changes = changed_settings(before, now, purpose="chain")
     return [
-        f"{key}: made with {before or 'nothing'}, now {after or 'nothing'}"
-        for key, (before, after) in changes.items()
+        f"{key}: made with {old or 'nothing'}, now {new or 'nothing'}"
+        for key, (old, new) in changes.items()
     ]
 
 
@@ -182,9 +196,11 @@ def overview(chain: Chain, states: States) -> str:
     """Tabulate all runs with the stages that they wait for, and their states."""
     rows = []
     for step in chain.steps:
-        after = ", ".join(dict.fromkeys(name.partition("/")[0] for name in step.needs))
-        state = states[step.name].text
-        rows.append((step.name, step.kind, after or ABSENT, state))
+        # Names of stages, each once: a run may need ten of one sweep.
+        stages = dict.fromkeys(name.partition("/")[0] for name in step.needs)
+        needs = ", ".join(stages) or ABSENT
+        rows.append((step.name, step.kind, needs, states[step.name].text))
+
     num_done = sum(state.is_done for state in states.values())
     title = f"Chain {chain.name}: {len(chain.steps)} runs, {num_done} done"
     header = ("run", "what", "after", "state")
@@ -196,33 +212,39 @@ def _start(chain: Chain, *, num_procs: int | None) -> dict[str, StepState]:
     states = chain_states(chain)
     say(overview(chain, states))
     check_unchanged(states)
-    # A stage takes weights that an earlier one makes and, on one machine, what cores there are.
-    leave_out = {"weights"} if num_procs is None else {"weights", "cores"}
+
+    # Weights may be those that an earlier stage is to make.
+    leave_out = {"weights"}
+    if num_procs is not None:
+        # The processes of one machine take what cores there are.
+        leave_out.add("cores")
     refuse_or_warn(_checks(chain, states, num_procs), leave_out=leave_out)
     return states
 
 
 def _checks(chain: Chain, states: States, num_procs: int | None) -> list[Check]:
     """Check all unfinished runs; equal rows appear once."""
-    kinds, rows = {step.name: step.kind for step in chain.steps}, []
+    rows: list[Check] = []
+    kinds = {step.name: step.kind for step in chain.steps}
     known: KnownFacts = {}
     for step in chain.steps:
-        missing = [kinds[name] for name in step.needs if not states[name].is_done]
+        if states[step.name].is_done:
+            continue
         # Shards that the chain is still to make cannot be checked.
-        if not states[step.name].is_done and "data_prep" not in missing:
-            run = step.run
-            if num_procs is not None:
-                launch = run.launch.model_copy(
-                    update={"nodes": 1, "tasks_per_node": num_procs}
-                )
-                run = run.model_copy(update={"launch": launch})
-            rows += run_checks(run, known=known)
+        missing = [kinds[name] for name in step.needs if not states[name].is_done]
+        if "data_prep" in missing:
+            continue
+
+        run = step.run
+        if num_procs is not None:
+            size = {"nodes": 1, "tasks_per_node": num_procs}
+            launch = run.launch.model_copy(update=size)
+            run = run.model_copy(update={"launch": launch})
+        rows += run_checks(run, known=known)
+
     if num_procs is None:
-        rows += [
-            row
-            for script in _scripts(chain, states).values()
-            for row in slurm_check(script)
-        ]
+        for script in _scripts(chain, states).values():
+            rows += slurm_check(script)
     return list({(row.name, row.detail): row for row in rows}.values())
 
 
@@ -234,32 +256,39 @@ def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
     """Run the unfinished steps in order. Returns 1 if a run failed, 75 or 130 if stopped."""
     states = _start(chain, num_procs=num_procs)
     failures: list[str] = []
+
     for number, step in enumerate(chain.steps, start=1):
         title = f"[{number}/{len(chain.steps)}] {step.name}"
         missing = [name for name in step.needs if not states[name].is_done]
         # Its input may have been made a moment ago.
-        states[step.name] = state = step_state(step, states)
+        state = step_state(step, states)
+        states[step.name] = state
         if state.is_done:
             say(f"{title}: done before")
-        elif missing:
+            continue
+        if missing:
             failures.append(f"{step.name}: not started: {missing[0]} is not done")
-        elif state.error is not None:
+            continue
+        if state.error is not None:
             failures.append(f"{step.name}: {state.error.text()}")
-        else:
-            say(title)
-            job = prepare_job(step.run, cluster="local")
-            code = run_here(
-                job, python=step.run.launch.python, num_procs=num_procs, stop=stop
+            continue
+
+        say(title)
+        job = prepare_job(step.run, cluster="local")
+        code = run_here(
+            job, python=step.run.launch.python, num_procs=num_procs, stop=stop
+        )
+        if code in (EXIT_STOPPED_RESUMABLE, EXIT_INTERRUPTED):
+            say("stopped; the same command resumes the chain")
+            return code
+        # Runs that do not need this one still run.
+        if code:
+            alone = (
+                f"vitscale launch --local --config {quote(os.path.relpath(job.config))}"
             )
-            if code in (EXIT_STOPPED_RESUMABLE, EXIT_INTERRUPTED):
-                say("stopped; the same command resumes the chain")
-                return code
-            if code:
-                alone = f"vitscale launch --local --config {quote(os.path.relpath(job.config))}"
-                failures.append(
-                    f"{step.name}: ended with code {code}\n    alone: {alone}"
-                )
-            states[step.name] = step_state(step, states)
+            failures.append(f"{step.name}: ended with code {code}\n    alone: {alone}")
+        states[step.name] = step_state(step, states)
+
     if failures:
         say(f"{len(failures)} run(s) of the chain are not done:")
         say("\n".join(f"  {failure}" for failure in failures))
@@ -273,9 +302,12 @@ def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
 
 
 def _scripts(chain: Chain, states: States) -> dict[str, str]:
-    """Map one unfinished step of each stage to its batch script; others of a stage are alike."""
-    stages = {s.stage: s for s in reversed(chain.steps) if not states[s.name].is_done}
-    return {step.name: batch_script(step.run) for step in reversed(stages.values())}
+    """Map the first unfinished step of each stage to its batch script; others are alike."""
+    first: dict[str, ChainStep] = {}
+    for step in chain.steps:
+        if not states[step.name].is_done:
+            first.setdefault(step.stage, step)
+    return {step.name: batch_script(step.run) for step in first.values()}
 
 
 def describe_chain(chain: Chain) -> str:
@@ -298,34 +330,43 @@ def submit_chain(chain: Chain) -> None:
     if all(state.is_done for state in states.values()):
         say(_compare_line(chain))
         return
+
     require_slurm()
+    # One question for all runs; without an answer, a run could be submitted twice.
     try:
         queue = user_jobs()
     except NoAnswerError as error:
         raise UserError(
             f"SLURM does not answer: {error}", next_step="try again later"
         ) from None
-    jobs: dict[str, list[str]] = {}
-    new: list[str] = []
+
+    ids_of: dict[str, list[str]] = {}
+    new_ids: list[str] = []
     for step in chain.steps:
-        if states[step.name].is_done:
-            say(f"skipped   {step.name}: done")
+        name = step.name
+        if states[name].is_done:
+            say(f"skipped   {name}: done")
             continue
-        needed = sorted({job for name in step.needs for job in jobs.get(name, ())})
+
+        # A job of an earlier submission goes on, and others may wait for it.
         kept = jobs_of(job_folder(step.run, cluster="slurm").parent, jobs=queue)
         if kept:
-            jobs[step.name] = submitted_ids(kept)
-            say(
-                f"kept      {step.name}: job {kept[0].job_id} is {kept[0].state.lower()}"
-            )
+            ids_of[name] = submitted_ids(kept)
+            say(f"kept      {name}: job {kept[0].job_id} is {kept[0].state.lower()}")
             continue
-        submission = submit_run(step.run, after_ok=needed, earlier="ignore")
-        jobs[step.name] = [submission.job_id]
-        new.append(submission.job_id)
-        after = f", after {' and '.join(needed)}" if needed else ""
-        say(f"submitted {step.name}: job {submission.job_id}{after}")
-    if new:
+
+        # What is done has no job to wait for.
+        needed = {job_id for need in step.needs for job_id in ids_of.get(need, ())}
+        submission = submit_run(step.run, after_ok=sorted(needed), earlier="ignore")
+        ids_of[name] = [submission.job_id]
+        new_ids.append(submission.job_id)
+        line = f"submitted {name}: job {submission.job_id}"
+        if needed:
+            line += f", after {' and '.join(sorted(needed))}"
+        say(line)
+
+    if new_ids:
         say(f"  state    vitscale status {quote(str(chain.folder))}")
-        say(f"  cancel   scancel {' '.join(new)}")
+        say(f"  cancel   scancel {' '.join(new_ids)}")
     say(_compare_line(chain))
     say("When the jobs have ended, the same command submits what is not done.")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.run import FinetuneRun
-from launch.chains.settings import ChainRun, ChainStage
+from launch.chains.settings import ChainRun, ChainStage, key_of
 from launch.jobs.preparation import RUN_TYPES, LaunchableRun, check_job
 from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
@@ -57,9 +57,9 @@ class ChainStep:
     @property
     def folder(self) -> Path:
         """The run folder; of a data preparation, that of the shards."""
-        return Path(
-            self.run.output if isinstance(self.run, DataPrepRun) else self.run.folder
-        )
+        if isinstance(self.run, DataPrepRun):
+            return Path(self.run.output)
+        return Path(self.run.folder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,34 +81,42 @@ def load_chain(
     """
     if problems := [UserError(text, where=key) for key, text in settings.problems()]:
         raise UserErrors(problems)
+
     stages = {stage.name: stage for stage in settings.stages}
-    found: dict[str, list[ChainStep]] = {}
+    steps_of: dict[str, list[ChainStep]] = {}
     kinds: set[str] = set()
-    # Error -> where it is.
+    # Error -> where it is: all runs of a sweep may have the same.
     errors: dict[str, list[str]] = {}
 
     def note(error: UserError, name: str) -> None:
-        for each in error.errors if isinstance(error, UserErrors) else (error,):
-            text = each.text().replace(f"{COMMAND_LINE}: ", "override ", 1)
+        # One error may stand for several.
+        for problem in getattr(error, "errors", [error]):
+            text = problem.text().replace(f"{COMMAND_LINE}: ", "override ", 1)
             errors.setdefault(text, []).append(name)
 
-    for name in TopologicalSorter(
-        {s.name: s.needs for s in settings.stages}
-    ).static_order():
+    # Each stage comes after those whose runs it takes.
+    needs_of = {stage.name: stage.needs for stage in settings.stages}
+    for name in TopologicalSorter(needs_of).static_order():
         stage = stages[name]
-        if not found.keys() >= set(stage.needs):
-            continue  # its errors are reported
+        # The errors of what it needs are reported already.
+        if not steps_of.keys() >= set(stage.needs):
+            continue
+
         try:
             kind = _kind_of(stage.config)
             kinds.add(kind)
-            _check_stage(stage, kind, found)
+            _check_stage(stage, kind, steps_of)
         except UserError as error:
             note(error, f"stage {name}")
             continue
+
         steps = []
-        for step_name, words, needs, labels in _wanted(settings, stage, kind, found):
+        for step_name, overrides, needs, labels in _combinations(
+            settings, stage, kind, steps_of
+        ):
+            # One value of a sweep may be wrong, and the others right.
             try:
-                run = load_run(RUN_TYPES, stage.config, overrides=words).run
+                run = load_run(RUN_TYPES, stage.config, overrides=overrides).run
                 check_job(run, num_tasks=num_tasks, cluster=cluster)
             except UserError as error:
                 note(error, step_name)
@@ -119,106 +127,118 @@ def load_chain(
                 )
             )
         if steps:
-            found[name] = steps
-    every = [step for steps in found.values() for step in steps]
+            steps_of[name] = steps
+
     problems = []
     for text, names in errors.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        problems.append(UserError(f"{text}\n  in: {names[0]}{more}"))
+        text += f"\n  in: {names[0]}"
+        if len(names) > 1:
+            text += f" and {len(names) - 1} more"
+        problems.append(UserError(text))
+
+    # A setting of the chain is left out of the runs that do not have it, but not of all.
     for text in settings.overrides:
         if kinds and not any(_has_key(kind, text) for kind in kinds):
             problems.append(
                 UserError(f"{text}: no stage has this key", where="overrides")
             )
-    folders = [step.folder.absolute() for step in every]
+
     # Two data preparations may name the same shards, and two values the same run.
-    if shared := next(
-        (step for step in every if folders.count(step.folder.absolute()) > 1), None
-    ):
-        what = f"{shared.name} and another run both write {shared.folder}"
-        step = "rename one value, or set output"
-        problems.append(UserError(what, where="stages", next_step=step))
+    all_steps = tuple(step for steps in steps_of.values() for step in steps)
+    folders = [step.folder.absolute() for step in all_steps]
+    for step in all_steps:
+        if folders.count(step.folder.absolute()) > 1:
+            what = f"{step.name} and another run both write {step.folder}"
+            next_step = "rename one value, or set output"
+            problems.append(UserError(what, where="stages", next_step=next_step))
+            break
+
     if problems:
         raise UserErrors(problems)
-    return Chain(name=settings.name, folder=Path(settings.folder), steps=tuple(every))
+    return Chain(name=settings.name, folder=Path(settings.folder), steps=all_steps)
 
 
 def _kind_of(file: str) -> str:
-    """The `stage` of a run file. Raises UserErrors for a file that cannot be launched."""
+    """Return the `stage` of a run file. Raises UserError if such a stage cannot be launched."""
     stage = read_values(file).get("stage")
     if stage not in RUN_TYPES:
-        what = (
-            "stage is missing"
-            if stage is None
-            else f"stage {stage!r} cannot be launched"
-        )
+        what = f"stage {stage!r} cannot be launched"
+        if stage is None:
+            what = "stage is missing"
         raise UserError(what, where=file, allowed=", ".join(RUN_TYPES))
     return str(stage)
 
 
 def _check_stage(
-    stage: ChainStage, kind: str, found: dict[str, list[ChainStep]]
+    stage: ChainStage, kind: str, steps_of: dict[str, list[ChainStep]]
 ) -> None:
     """Raise UserError for what the kind of a stage, or of its inputs, does not allow."""
-    if kind == "data_prep" and (stage.sweep or stage.variants):
-        raise UserError("data_prep has no sweep and no variants", where="stages")
-    if kind != "data_prep" and "output" in {
-        text.partition("=")[0] for text in stage.overrides
-    }:
+    keys = [key_of(text) for text in stage.overrides]
+    if kind == "data_prep":
+        if stage.sweep or stage.variants:
+            raise UserError("data_prep has no sweep and no variants", where="stages")
+    elif "output" in keys:
         what = "the chain sets output itself, from the names of chain and stage"
         raise UserError(what, where="output", next_step="set output of the chain")
+
     for key, name in stage.inputs.items():
-        source = found[name][0].kind
+        # All steps of a stage are of one kind. Other keys take any folder.
+        source = steps_of[name][0].kind
         if source not in SOURCES.get(key, (source,)):
             what = f"{key}: stage {name} is {source}"
             raise UserError(what, where="inputs", allowed=" or ".join(SOURCES[key]))
 
 
 def _has_key(kind: str, override: str) -> bool:
-    return (
-        override.partition("=")[0].split(".")[0].strip() in RUN_TYPES[kind].model_fields
-    )
+    section = key_of(override).partition(".")[0]
+    return section in RUN_TYPES[kind].model_fields
 
 
-def _wanted(
-    chain: ChainRun, stage: ChainStage, kind: str, found: dict[str, list[ChainStep]]
+def _combinations(
+    chain: ChainRun, stage: ChainStage, kind: str, steps_of: dict[str, list[ChainStep]]
 ) -> Iterator[tuple[str, list[str], tuple[str, ...], dict[str, str]]]:
-    """(name, overrides, needs, labels) of each combination of the runs of the inputs with the
-    stage's own variants and sweep."""
-    after = [step.name for each in stage.after for step in found[each]]
-    general = [text for text in chain.overrides if _has_key(kind, text)]
-    for sources in itertools.product(*(found[name] for name in stage.inputs.values())):
+    """Yield (name, overrides, needs, labels) of each combination of the runs of the inputs with
+    the stage's own variants and sweep."""
+    needs_after = [step.name for name in stage.after for step in steps_of[name]]
+    of_chain = [text for text in chain.overrides if _has_key(kind, text)]
+    steps_of_inputs = [steps_of[name] for name in stage.inputs.values()]
+
+    for sources in itertools.product(*steps_of_inputs):
         inherited: dict[str, str] = {}
         for source in sources:
             inherited |= source.labels
         # Two inputs may come from one stage: from the same run of it.
         if any(inherited[key] != s.labels[key] for s in sources for key in s.labels):
             continue
+
         inputs = [
             f"{key}={yaml_flow(str(source.folder))}"
             for key, source in zip(stage.inputs, sources, strict=True)
         ]
-        for own, words in _choices(stage, inherited):
-            labels = inherited | own
-            name = _name(stage, sources, own)
-            words = [*general, *stage.overrides, *inputs, *words]
-            seeds = [value for key, value in inherited.items() if key.endswith(".seed")]
-            if (
-                seeds
-                and kind in TRAINABLE
-                and not any(w.startswith("seed=") for w in words)
-            ):
-                words.append(f"seed={seeds[-1]}")
+        needs = (*(source.name for source in sources), *needs_after)
+        # The seed of what it starts from, so that one seed names a whole branch of the chain.
+        seeds = [value for key, value in inherited.items() if key.endswith(".seed")]
+
+        for chosen, of_choice in _choices(stage, inherited):
+            labels = inherited | chosen
+            name = _name(stage, sources, chosen)
+            # Later ones outrank earlier ones.
+            overrides = [*of_chain, *stage.overrides, *inputs, *of_choice]
+
+            has_seed = any(text.startswith("seed=") for text in overrides)
+            if seeds and kind in TRAINABLE and not has_seed:
+                overrides.append(f"seed={seeds[-1]}")
+
+            # Shards are not of one chain alone: their folder is that of their file.
             if kind != "data_prep":
                 tags = {"chain": chain.name, "chain.stage": stage.name}
                 tags |= {f"chain.{key}": value for key, value in labels.items()}
-                words += [
+                overrides += [
                     f"name={yaml_flow(f'{chain.name}-{name}'.replace('/', '-'))}",
                     f"output={yaml_flow(f'{chain.folder}/{name}')}",
                     f"tracking.tags={yaml_flow(tags)}",
                 ]
-            needs = (*(source.name for source in sources), *after)
-            yield name, words, needs, labels
+            yield name, overrides, needs, labels
 
 
 def _choices(
@@ -228,15 +248,17 @@ def _choices(
 
     A run that starts from a variant of one of these names has the variant of that name.
     """
-    before = {value for key, value in inherited.items() if key.endswith(".variant")}
     axes: list[list[tuple[str, str, list[str]]]] = []
+
     if stage.variants:
-        names = before & stage.variants.keys() or stage.variants.keys()
-        variants = stage.variants.items()
+        variants_before = {
+            value for key, value in inherited.items() if key.endswith(".variant")
+        }
+        names = variants_before & stage.variants.keys() or stage.variants.keys()
         axes.append(
             [
-                ("variant", name, list(words))
-                for name, words in variants
+                ("variant", name, list(overrides))
+                for name, overrides in stage.variants.items()
                 if name in names
             ]
         )
@@ -244,27 +266,39 @@ def _choices(
         axes.append(
             [(key, _shown(value), [f"{key}={yaml_flow(value)}"]) for value in values]
         )
+
+    # Without any axis, this is one combination without labels.
     for choice in itertools.product(*axes):
         labels = {f"{stage.name}.{key}": text for key, text, _ in choice}
-        yield labels, [word for _, _, words in choice for word in words]
+        yield labels, [text for _, _, overrides in choice for text in overrides]
 
 
 def _shown(value: object) -> str:
-    return value if isinstance(value, str) else yaml_flow(value)
+    if isinstance(value, str):
+        return value
+    return yaml_flow(value)
 
 
-def _name(stage: ChainStage, sources: Sequence[ChainStep], own: dict[str, str]) -> str:
+def _name(
+    stage: ChainStage, sources: Sequence[ChainStep], chosen: dict[str, str]
+) -> str:
     """STAGE, or STAGE/PARTS: the names of the inputs' runs, variants, and KEY-VALUE of a sweep."""
     parts = [part for source in sources if (part := source.name.partition("/")[2])]
+
     earlier = {value for source in sources for value in source.labels.values()}
-    for key, value in own.items():
-        last = key.rpartition(".")[2]
-        if last != "variant":
-            value = f"{last}-{value}"
+    for key, value in chosen.items():
+        last_key = key.rpartition(".")[2]
+        if last_key != "variant":
+            value = f"{last_key}-{value}"
         elif value in earlier:
+            # The inputs' names have it already.
             continue
         parts.append(re.sub(r"[^A-Za-z0-9.]+", "-", value).strip("-."))
-    return "/".join(filter(None, [stage.name, "_".join(parts)]))
+
+    run = "_".join(parts)
+    if not run:
+        return stage.name
+    return f"{stage.name}/{run}"
 
 
 # ---- from the command line --------------------------------------------------------------------
@@ -279,34 +313,39 @@ def launch_command(
     more: the other arguments of `load_command`.
     Raises UserErrors for all but the values that are swept, which `load_chain` validates.
     """
-    values = _sweeps(argv)
-    others = [word for word in argv if word.partition("=")[0].strip() not in values]
-    if not values:
+    sweep = _sweeps(argv)
+    others = [word for word in argv if key_of(word) not in sweep]
+    if not sweep:
         types: dict[str, type[LaunchableRun | ChainRun]] = {
             **RUN_TYPES,
             "chain": ChainRun,
         }
         return load_command(types, argv=others, **more)
-    first = [f"{key}={yaml_flow(each[0])}" for key, each in values.items()]
+
+    # The rest of the command line is read with the first value of each key.
+    first = [f"{key}={yaml_flow(values[0])}" for key, values in sweep.items()]
     command = load_command(TRAINABLE, argv=[*others, *first], **more)
     assert command.config_path is not None
-    run, overrides = (
-        command.run,
-        [w for w in others if "=" in w and not w.startswith("-")],
-    )
+    run = command.run
+
+    # Beside the run of the file alone.
+    name = f"{run.name}-sweep"
+    overrides = []
+    for word in others:
+        if "=" not in word or word.startswith("-"):
+            continue
+        key = key_of(word)
+        if key == "name":
+            name = run.name
+        # The chain sets both for each of its runs.
+        if key not in ("name", "output"):
+            overrides.append(word)
+
     stage = ChainStage(
         name=run.stage,
         config=command.config_path,
-        overrides=tuple(
-            w for w in overrides if w.partition("=")[0] not in ("name", "output")
-        ),
-        sweep={key: tuple(each) for key, each in values.items()},
-    )
-    # Beside the run of the file alone.
-    name = (
-        run.name
-        if any(w.startswith("name=") for w in overrides)
-        else f"{run.name}-sweep"
+        overrides=tuple(overrides),
+        sweep={key: tuple(values) for key, values in sweep.items()},
     )
     chain = ChainRun(name=name, output=run.output, stages=(stage,))
     return Command(
@@ -319,35 +358,41 @@ def _sweeps(argv: Sequence[str]) -> dict[str, list[Any]]:
     lists = [word for word in argv if "=[" in word and not word.startswith("-")]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="?")
-    file = parser.parse_known_args(argv)[0].config
-    values: dict[str, list[Any]] = {}
-    if not lists or not file:
-        return values
+    config = parser.parse_known_args(argv)[0].config
+    sweep: dict[str, list[Any]] = {}
+    if not lists or not config:
+        return sweep
+
     try:
-        run_type = TRAINABLE.get(str(read_values(file).get("stage")))
+        # Only the type of the run says whether its key takes a list.
+        run_type = TRAINABLE.get(str(read_values(config).get("stage")))
         for word in lists:
             key, _, text = word.partition("=")
             value = read_yaml(text, name=key).values
             if run_type and value and _is_sweep(run_type, key, value):
-                values[key] = value
+                sweep[key] = value
     except UserError:
-        return {}  # `load_command` reports them
-    return values
+        # `load_command` reports it.
+        return {}
+    return sweep
 
 
 def _is_sweep(run_type: type[Run], key: str, value: Any) -> bool:
     """Return True if the key exists and a list is not a valid value for it."""
-    settings = settings_of(run_type).values()
-    nodes = [each.node for each in settings if each.key == key]
-    # A group of free keys stands for each of them.
-    above = [each.node for each in settings if key.startswith(f"{each.key}.")]
-    nodes += [
-        node for node in above if node.get("type") == "object" and not groups_of(node)
-    ]
-    if (
-        not isinstance(value, list)
-        or not nodes
-        or any(groups_of(node) for node in nodes)
-    ):
+    nodes = []
+    for setting in settings_of(run_type).values():
+        node = setting.node
+        # A group of free keys stands for each of them.
+        is_free = node.get("type") == "object" and not groups_of(node)
+        is_inside = is_free and key.startswith(f"{setting.key}.")
+        if setting.key == key or is_inside:
+            nodes.append(node)
+
+    if not isinstance(value, list) or not nodes:
         return False
-    return not any(map(is_list, nodes)) or all(isinstance(each, list) for each in value)
+    if any(groups_of(node) for node in nodes):
+        return False
+    # A key that takes a list is swept by a list of lists.
+    if any(map(is_list, nodes)):
+        return all(isinstance(entry, list) for entry in value)
+    return True

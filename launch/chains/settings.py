@@ -69,46 +69,51 @@ class ChainRun(Run):
     def problems(self) -> Iterator[tuple[str, str]]:
         allowed = "use letters, digits, '.', '-', '_', at most 100"
         if not RUN_NAME.fullmatch(self.name):
-            yield ("name", f"{self.name!r}: {allowed}")
+            yield "name", f"{self.name!r}: {allowed}"
+
+        # Inputs name stages, and folders have their names.
         names = [stage.name for stage in self.stages]
         for name in sorted({name for name in names if names.count(name) > 1}):
-            yield ("stages", f"two stages have the name {name!r}; rename one")
+            yield "stages", f"two stages have the name {name!r}; rename one"
+
         for stage in self.stages:
             if not RUN_NAME.fullmatch(stage.name):
-                yield ("stages", f"{stage.name!r}: {allowed}")
+                yield "stages", f"{stage.name!r}: {allowed}"
             for text in _stage_problems(stage):
-                yield ("stages", f"{stage.name}: {text}")
+                yield "stages", f"{stage.name}: {text}"
             for name in stage.needs:
                 if name not in names:
                     advice = did_you_mean(name, names, f"one of {', '.join(names)}")
-                    yield (
-                        "stages",
-                        f"{stage.name}: there is no stage {name!r}; {advice}",
-                    )
+                    text = f"{stage.name}: there is no stage {name!r}; {advice}"
+                    yield "stages", text
+
         try:
             TopologicalSorter(
                 {stage.name: stage.needs for stage in self.stages}
             ).prepare()
         except CycleError as error:
             # graphlib lists each stage before those that need it.
-            shown = " -> ".join(reversed(error.args[1]))
-            yield (
-                "stages",
-                f"need each other in a circle: {shown}; remove one reference",
-            )
+            circle = " -> ".join(reversed(error.args[1]))
+            text = f"need each other in a circle: {circle}; remove one reference"
+            yield "stages", text
 
 
 def _stage_problems(stage: ChainStage) -> Iterator[str]:
-    given = [_key(text) for text in stage.overrides]
-    varied = {_key(text) for overrides in stage.variants.values() for text in overrides}
+    given = [key_of(text) for text in stage.overrides]
+    # A key may be in many variants, each of which makes another run.
+    varied = {
+        key_of(text) for overrides in stage.variants.values() for text in overrides
+    }
     for key in sorted({*given, *varied, *stage.sweep} & OWN_KEYS.keys()):
         yield f"{key}: the chain sets it itself, from {OWN_KEYS[key]}"
+
+    # One of them would win without a word.
     keys = [*stage.inputs, *stage.sweep, *varied, *given]
-    for key in sorted(
-        {key for key in [*stage.inputs, *stage.sweep] if keys.count(key) > 1}
-    ):
-        yield f"{key} is given twice; keep one of overrides, inputs, sweep and variants"
+    for key in sorted({*stage.inputs, *stage.sweep}):
+        if keys.count(key) > 1:
+            yield f"{key} is given twice; keep one of overrides, inputs, sweep and variants"
 
 
-def _key(override: str) -> str:
+def key_of(override: str) -> str:
+    """Return the key of an override KEY=VALUE."""
     return override.partition("=")[0].strip()

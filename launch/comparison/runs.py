@@ -15,7 +15,8 @@ from pathlib import Path
 from finetune.run import FinetuneRun
 from launch.jobs.attempts import read_attempts
 from launch.jobs.preparation import RUN_TYPES
-from launch.jobs.states import RUNS_FOLDER, find_runs, jobs_for, read_state
+from launch.jobs.run_folders import RUNS_FOLDER, find_runs
+from launch.jobs.run_states import jobs_for, read_state
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run_file, read_values

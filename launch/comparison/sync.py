@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from launch.jobs.states import RunState, RunStatus, find_runs, jobs_for, read_state
+from launch.jobs.run_folders import find_runs
+from launch.jobs.run_states import RunState, RunStatus, jobs_for, read_state
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import read_values, shorten
 from vitscale.config.redaction import printable, redact, short_reason

@@ -2,7 +2,7 @@
 
 Owns: the attempts among the events of a run folder, and what counts as the cause of a failure.
 Leaves out: the file of the events (`vitscale.distributed.events`), and deciding whether
-to start again (`after`).
+to start again (`requeue_decision`).
 
 Each attempt is two events, one at its start and one at its end. An attempt whose machine died has
 no second one: the next attempt appends it.
@@ -39,7 +39,7 @@ from vitscale.tracking.journal import JOURNAL_NAME, Row, decode
 
 # Name of the event.
 ATTEMPT = "attempt"
-# Of a journal thousands of lines: the last evaluation is among them.
+# These are thousands of lines of a journal, with the last evaluation among them.
 TAIL_BYTES = 1 << 18
 
 
@@ -104,6 +104,7 @@ def read_attempts(run_folder: Path | str) -> list[Attempt]:
     attempts: dict[int, Attempt] = {}
     for row in read_events(run_folder):
         if row["event"] == ATTEMPT:
+            # Another version may have written it.
             with suppress(ValidationError):
                 attempt = READ_ATTEMPT.validate_python(row)
                 known = attempts.setdefault(attempt.number, attempt)
@@ -123,18 +124,25 @@ def begin_attempt(
 ) -> Attempt:
     """Record the start of an attempt, now. Closes an attempt without an end."""
     folder = Path(run_folder)
-    before = read_attempts(folder)
-    if before and before[-1].ended is None:
-        reason = "no record of its end: SLURM ended it at once, or its node died"
-        _close(before[-1], folder, ending=Ending.LOST, reason=reason)
+    number = 1
+    if earlier := read_attempts(folder):
+        number += earlier[-1].number
+        if earlier[-1].ended is None:
+            reason = "no record of its end: SLURM ended it at once, or its node died"
+            _close(earlier[-1], folder, ending=Ending.LOST, reason=reason)
+
+    # A process of a job may be on another machine, where the number means nothing.
+    pid = None
+    if cluster == "local":
+        pid = os.getpid()
     attempt = Attempt(
-        number=before[-1].number + 1 if before else 1,
+        number=number,
         cluster=cluster,
         job_id=job_id,
         restart=restart,
         nodes=tuple(nodes),
         started=time.time(),
-        pid=os.getpid() if cluster == "local" else None,
+        pid=pid,
     )
     _append(folder, attempt)
     return attempt
@@ -152,24 +160,36 @@ def record_requeue(attempt: Attempt, run_folder: Path | str) -> None:
 
 def _close(attempt: Attempt, folder: Path, **changes: Any) -> Attempt:
     """Append the end of an attempt. Default of `ended`: the time of its last journal line."""
-    rows = map(decode, reversed(last_lines(folder / JOURNAL_NAME)))
-    row = next(
-        (row for row in rows if row is not None), Row(step=0, time=0.0, metrics={})
-    )
-    saved = next(map(step_of, step_folders(folder / "checkpoints")), 0)
-    gained = {"checkpoint_step": saved, "last_step": max(row.step, saved)}
-    closed = replace(
-        attempt, **{"ended": max(attempt.started, row.time)} | gained | changes
-    )
+    # The last line may be cut off.
+    decoded = map(decode, reversed(last_lines(folder / JOURNAL_NAME)))
+    row = next((row for row in decoded if row is not None), None)
+    if row is None:
+        row = Row(step=0, time=0.0, metrics={})
+
+    saved = saved_step(folder)
+    values: dict[str, Any] = {
+        "ended": max(attempt.started, row.time),
+        "checkpoint_step": saved,
+        # A checkpoint is flushed to disk; the journal's last lines may be lost.
+        "last_step": max(row.step, saved),
+    }
+    closed = replace(attempt, **values | changes)
     _append(folder, closed)
     return closed
+
+
+def saved_step(run_folder: Path) -> int:
+    """Return the step of the newest checkpoint, 0 without one."""
+    folders = step_folders(run_folder / "checkpoints")
+    if not folders:
+        return 0
+    return step_of(folders[0])
 
 
 def is_complete(run_folder: Path) -> bool:
     """Return True if the training has its last checkpoint."""
     start = read_start(run_folder)
-    saved = next(map(step_of, step_folders(run_folder / "checkpoints")), 0)
-    return start is not None and saved >= start.total_steps
+    return start is not None and saved_step(run_folder) >= start.total_steps
 
 
 def last_lines(path: Path) -> list[bytes]:
@@ -181,11 +201,15 @@ def last_lines(path: Path) -> list[bytes]:
             lines = file.readlines()
     except OSError:
         return []
-    return lines[1:] if start else lines
+    if start:
+        # The first of them has lost its beginning.
+        return lines[1:]
+    return lines
 
 
 def _append(folder: Path, attempt: Attempt) -> None:
     """Append an event. If storage keeps refusing it, print a warning and drop it."""
+    # What is left out is read as the default.
     values = {
         key: value
         for key, value in asdict(attempt).items()
@@ -196,6 +220,7 @@ def _append(folder: Path, attempt: Attempt) -> None:
         folder.mkdir(parents=True, mode=0o700, exist_ok=True)
         append_event(folder, ATTEMPT, values)
 
+    # A run goes on without its record rather than end for it.
     with or_warn(
         folder / EVENTS_NAME, lambda text: print(text, file=sys.stderr, flush=True)
     ):
@@ -209,28 +234,38 @@ def failure_outcome(seen: Failure, run_folder: Path | str, *, attempt: str) -> O
     reported the failure: a killed rank cannot, and one that has only lost its peer does not know
     the cause.
     """
-    reports = read_failures(run_folder, attempt=attempt)
+    reports = []
     is_killed = seen.kind is FailureKind.KILLED
-    # Of a killed rank the parent knows the signal, the other ranks only that it is gone.
-    same = [
-        is_killed and (each.kind, each.rank) == (seen.kind, seen.rank)
-        for each in reports
-    ]
-    reports = [
-        seen if is_same else each for each, is_same in zip(reports, same, strict=True)
-    ]
-    if not reports or (is_killed and not any(same)):
+    is_reported = False
+    for report in read_failures(run_folder, attempt=attempt):
+        # Of a killed rank the parent knows the signal, the other ranks only that it is gone.
+        if is_killed and (report.kind, report.rank) == (seen.kind, seen.rank):
+            report = seen
+            is_reported = True
+        reports.append(report)
+
+    if not reports or (is_killed and not is_reported):
         record_failure(run_folder, replace(seen, attempt=attempt))
         reports.append(seen)
-    found = cause(reports)
-    assert found is not None
+
+    # Of several reports, that of the rank that knows the cause counts.
+    culprit = cause(reports)
+    assert culprit is not None
+    reason = culprit.text
+    if culprit is seen:
+        # Its text already names the rank and the node.
+        reason = seen.what
+    failed_node = culprit.node
+    if culprit.kind is FailureKind.PEER_LOST:
+        # This is the node that noticed.
+        failed_node = None
     return Outcome(
         ending=Ending.FAILED,
-        reason=seen.what if found is seen else found.text,
-        exit_code=found.kind.exit_code,
-        kind=found.kind,
-        failed_rank=found.rank,
-        failed_node=None if found.kind is FailureKind.PEER_LOST else found.node,
+        reason=reason,
+        exit_code=culprit.kind.exit_code,
+        kind=culprit.kind,
+        failed_rank=culprit.rank,
+        failed_node=failed_node,
     )
 
 

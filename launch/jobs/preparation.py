@@ -54,20 +54,22 @@ def run_name(run: LaunchableRun) -> str:
         return run.name
     # Jobs are in a folder of this name below the current one, so paths in it can be relative.
     output = Path(os.path.abspath(Path(run.output).expanduser()))
-    output = (
-        output.relative_to(Path.cwd()) if output.is_relative_to(Path.cwd()) else output
-    )
-    path = hashlib.sha256(os.fsencode(output)).hexdigest()[:8]
-    return f"data_prep-{output.name}" + (f"-{path}" if len(output.parts) > 1 else "")
+    if output.is_relative_to(Path.cwd()):
+        output = output.relative_to(Path.cwd())
+
+    name = f"data_prep-{output.name}"
+    # Folders of the same name may be in different places.
+    if len(output.parts) > 1:
+        name += f"-{hashlib.sha256(os.fsencode(output)).hexdigest()[:8]}"
+    return name
 
 
 def job_folder(run: LaunchableRun, *, cluster: str) -> Path:
     """Folder of the logs, pickles and configurations of this run's jobs."""
-    base = (
-        Path("runs") / run_name(run)
-        if isinstance(run, DataPrepRun)
-        else Path(run.folder)
-    )
+    if isinstance(run, DataPrepRun):
+        base = Path("runs") / run_name(run)
+    else:
+        base = Path(run.folder)
     return (base / cluster).absolute()
 
 
@@ -80,11 +82,14 @@ def with_num_workers(run: LaunchableRun) -> LaunchableRun:
 
 def usable_nodes(run: LaunchableRun) -> list[int]:
     """Numbers of nodes in `launch.nodes` that divide the global batch, largest first."""
-    counts = reversed(run.launch.node_counts)
+    counts = list(reversed(run.launch.node_counts))
     if not isinstance(run, TrainingRun):
-        return [*counts]
-    # Images are mixed in pairs.
-    unit = run.launch.tasks_per_node * (1 if run.data.mixing is None else 2)
+        return counts
+
+    unit = run.launch.tasks_per_node
+    if run.data.mixing is not None:
+        # Images are mixed in pairs.
+        unit *= 2
     return [nodes for nodes in counts if run.data.global_batch % (nodes * unit) == 0]
 
 
@@ -93,6 +98,8 @@ def resources(run: LaunchableRun) -> LaunchSettings:
     usable = usable_nodes(run)
     if len(usable) == len(run.launch.node_counts):
         return run.launch
+
+    # The batch may not divide over as many nodes as the job gets; the others stay idle.
     lines = (
         f"for nodes in {' '.join(map(str, usable))}; do",
         '    [ "$nodes" -gt "$SLURM_JOB_NUM_NODES" ] || break',
@@ -111,23 +118,29 @@ def check_job(
 
     num_tasks: None: on the most and on the fewest nodes that `launch.nodes` allows.
     """
-    if problems := list(_problems(run, num_tasks=num_tasks, cluster=cluster)):
+    problems = list(_problems(run, num_tasks=num_tasks, cluster=cluster))
+    if problems:
         raise UserErrors(problems)
 
 
 def _problems(
     run: LaunchableRun, *, num_tasks: int | None, cluster: str
 ) -> Iterator[UserError]:
-    folder, launch = str(job_folder(run, cluster=cluster)), run.launch
-    batch = run.data.global_batch if isinstance(run, TrainingRun) else 0
-    fewest = launch.node_counts[0] * launch.tasks_per_node
-    num_tasks = num_tasks or (fewest if batch % fewest else launch.num_ranks)
+    launch = run.launch
+    batch = 0
+    if isinstance(run, TrainingRun):
+        batch = run.data.global_batch
+
+    # What divides over the most nodes need not divide over the fewest.
+    if num_tasks is None:
+        num_tasks = launch.node_counts[0] * launch.tasks_per_node
+        if batch % num_tasks == 0:
+            num_tasks = launch.num_ranks
+
     # Any number of tasks can share other work.
     if batch % num_tasks:
-        below, above = (
-            batch // num_tasks * num_tasks,
-            -(-batch // num_tasks) * num_tasks,
-        )
+        below = batch - batch % num_tasks
+        above = below + num_tasks
         sizes = " or ".join(str(size) for size in (below, above) if size)
         yield UserError(
             f"{batch} images are not divisible by {num_tasks} tasks",
@@ -135,6 +148,8 @@ def _problems(
             allowed=f"multiples of {num_tasks}: {sizes}",
             next_step="change data.global_batch or the number of tasks",
         )
+
+    # Without SLURM, ranks see the GPUs of their machine without a request.
     if isinstance(run, TrainingRun) and cluster == "slurm" and not launch.gpus_per_node:
         for key, value in (("device", "cuda"), ("precision", "bf16")):
             if getattr(run.engine, key) == value:
@@ -144,8 +159,10 @@ def _problems(
                     next_step="set launch.gpus_per_node; if GPUs come with the partition, also set "
                     "launch.gpu_request=none",
                 )
+
     # SLURM expands %-patterns in log file names, and not one after a backslash; a newline would end
     # an option line, and ':' separates the entries of PYTHONPATH.
+    folder = str(job_folder(run, cluster=cluster))
     if set(folder) & set("%:\\") or not folder.isprintable():
         yield UserError(
             rf"the job folder's path {folder!r} contains '%', ':', '\' or a control character",
@@ -163,23 +180,26 @@ def prepare_job(
     """
     folder = job_folder(run, cluster=cluster)
     make_private(folder)
-    text = run_to_yaml(run)
+
     # Named by content, so that earlier jobs keep their own configuration.
+    text = run_to_yaml(run)
     config = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
     try:
         write_text(config, text)
     except OSError as error:
         raise not_written(error, f"output={folder.parent}") from None
-    script = (
-        f"data_prep/{run.script}.py"
-        if isinstance(run, DataPrepRun)
-        else SCRIPTS[run.stage]
-    )
+
+    if isinstance(run, DataPrepRun):
+        script = f"data_prep/{run.script}.py"
+        # Tasks that share work do not wait for one another.
+        run_folder = None
+    else:
+        script = SCRIPTS[run.stage]
+        run_folder = str(folder.parent)
     return StageJob(
         script=str((code or PROJECT_ROOT) / script),
         config=str(config.resolve()),
-        # Tasks that share work do not wait for one another.
-        run_folder=None if isinstance(run, DataPrepRun) else str(folder.parent),
+        run_folder=run_folder,
     )
 
 
@@ -197,11 +217,14 @@ def submit_run(
     """
     folder = job_folder(run, cluster="slurm")
     run = with_num_workers(run)
+
     with submitting(folder):
         launch = depending_on(resources(run), "afterok", after_ok)
         if earlier != "ignore":
             ids = _earlier_jobs(run, folder.parent, wait=earlier == "wait")
             launch = depending_on(launch, "afterany", ids)
+
+        # The job runs what is here now, whatever is edited before it starts.
         code = kept_code(launch, folder)
         job = prepare_job(run, cluster="slurm", code=code)
         return submit_to_slurm(
@@ -222,16 +245,20 @@ def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[s
         text = f"warning: cannot check whether a job of this run is queued: {error}"
         print(text, file=sys.stderr, flush=True)
         return []
+
+    ids = submitted_ids(jobs)
+    if wait:
+        return ids
     # Tasks of data preparation share the work, whichever job they belong to.
-    if jobs and not wait and not isinstance(run, DataPrepRun):
+    if jobs and not isinstance(run, DataPrepRun):
         raise UserError(
             f"job {', '.join(map(str, jobs))} of this run has not ended; a second one would fail "
             "when it starts",
             where=str(run_folder),
-            next_step=f"wait for it, cancel it (scancel {' '.join(submitted_ids(jobs))}), or add "
+            next_step=f"wait for it, cancel it (scancel {' '.join(ids)}), or add "
             "--after (starts when it has ended)",
         )
-    return submitted_ids(jobs) if wait else []
+    return []
 
 
 @contextmanager
@@ -244,24 +271,29 @@ def submitting(folder: Path) -> Iterator[None]:
     def files() -> set[Path]:
         return {path for pattern in SUBMITTED_FILES for path in folder.glob(pattern)}
 
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     make_private(folder)
     lock = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # some file systems have no locks
+        # Some file systems have no locks.
+        with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
-        make_private(folder)  # again: another one that was refused removes it
+        # Another submission that was refused meanwhile has removed the folder.
+        make_private(folder)
+
         before = files()
         try:
             yield
         except UserError:
             for path in files() - before:
-                path.unlink() if path.is_file() else shutil.rmtree(
-                    path, ignore_errors=True
-                )
-            with suppress(OSError):  # a folder with other files stays
-                for each in missing:
-                    each.rmdir()
+                if path.is_file():
+                    path.unlink()
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
+            # A folder with other files stays.
+            with suppress(OSError):
+                for path in missing:
+                    path.rmdir()
             raise
     finally:
         os.close(lock)
@@ -271,10 +303,11 @@ def make_private(folder: Path) -> None:
     """Create the folder for this user alone. Raises UserError if that is not possible."""
     try:
         # `mode` is that of the last folder alone.
-        for each in (folder.parent, folder):
-            each.mkdir(parents=True, mode=0o700, exist_ok=True)
+        for path in (folder.parent, folder):
+            path.mkdir(parents=True, mode=0o700, exist_ok=True)
         folder.chmod(0o700)
-        if folder.stat().st_uid != os.getuid():  # root may change its mode
+        # Root may change the mode of a folder of anybody.
+        if folder.stat().st_uid != os.getuid():
             raise PermissionError(
                 errno.EPERM, "another user, who could change the job, owns it"
             )

@@ -77,14 +77,13 @@ class LogTail:
     """Prints new content of a log on every call of `copy`; at first at most `last_lines`."""
 
     def __init__(self, path: Path, *, last_lines: int | None = None) -> None:
-        self.path, self.position = path, 0
+        self.path = path
+        self.position = 0
         # A character may be written in two parts.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         if last_lines is not None:
-            content = path.read_bytes()
-            self.position = len(content) - len(
-                b"".join(content.splitlines(True)[-last_lines:])
-            )
+            lines = path.read_bytes().splitlines(True)
+            self.position = sum(map(len, lines[:-last_lines]))
 
     def copy(self) -> None:
         try:
@@ -92,7 +91,8 @@ class LogTail:
                 file.seek(self.position)
                 added = file.read()
         except FileNotFoundError:
-            return  # not opened yet
+            # Its process has not opened it yet.
+            return
         self.position += len(added)
         print(self.decoder.decode(added), end="", flush=True)
 
@@ -197,9 +197,11 @@ def _start(
     folder: Path,
     environment: dict[str, str],
 ) -> Rank:
+    # Without a buffer, the rank writes behind what is written here.
     with open(log_of(rank, folder), "ab", buffering=0) as log:
         if rank == 0:
             log.write(f"{job.heading(int(environment['WORLD_SIZE']))}\n".encode())
+
         try:
             return subprocess.Popen(
                 command,

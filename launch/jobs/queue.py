@@ -1,7 +1,8 @@
 """Ask SLURM about jobs and nodes, and requeue a job.
 
 Owns: every call of squeue, scontrol and sinfo, and one job per run.
-Leaves out: submitting (`submission`) and deciding when to requeue (`after`).
+Leaves out: submitting (`submission`) and deciding when to requeue
+(`requeue_decision`).
 
 Works without accounting, and asks once for all jobs of the user. A job belongs to the folder that
 holds its batch script: the name has a random part, so that neither job ids that start again at 1
@@ -18,9 +19,8 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vitscale.runs.launching import LaunchSettings
 
@@ -31,14 +31,15 @@ REQUEUE_SECONDS = 300.0
 EXCLUDE_SECONDS = 20.0
 PAUSE_SECONDS = 2.0
 # From a requeue to the next start: nodes that need longer to end the job cost the full delay.
-RESTART_SECONDS, EPILOG_SECONDS = 5, 20
+RESTART_SECONDS = 5
+EPILOG_SECONDS = 20
 # ESLURM_JOB_PENDING; SLURM does not translate its messages.
 ALREADY_QUEUED = "Job is pending execution"
 # Of refusals that no repetition changes.
 FINAL_REFUSAL = re.compile(
     r"disabled|invalid job id|denied|not permitted", re.IGNORECASE
 )
-# squeue's names of the fields of `QueuedJob`. The script's path may contain the separator.
+# squeue's names of the fields of `QueuedJob`.
 FORMAT = "%i|%F|%T|%r|%S|%N|%V|%o"
 # In the output of `squeue --verbose`, between its options and the jobs.
 SLURM_CLOCK = re.compile(r"^last_update_time=(\d+).*\n", re.MULTILINE)
@@ -82,14 +83,12 @@ class QueuedJob:
 
     def __str__(self) -> str:
         """Format the job: 12 (RUNNING on n[1-2]), or 12 (PENDING: Resources)."""
-        more = (
-            f" on {self.nodes}"
-            if self.nodes
-            else f": {self.reason}"
-            if self.reason
-            else ""
-        )
-        return f"{self.job_id} ({self.state}{more})"
+        detail = self.state
+        if self.nodes:
+            detail += f" on {self.nodes}"
+        elif self.reason:
+            detail += f": {self.reason}"
+        return f"{self.job_id} ({detail})"
 
 
 def ask_slurm(*command: str, stdin: str = "") -> str:
@@ -98,13 +97,17 @@ def ask_slurm(*command: str, stdin: str = "") -> str:
     Raises NoAnswerError with the command's own message.
     """
     # SQUEUE_PARTITION, SINFO_FORMAT and the like would change what the options ask for.
-    kept = {
-        k: v for k, v in os.environ.items() if not k.startswith(("SQUEUE_", "SINFO_"))
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SQUEUE_", "SINFO_"))
     }
+    environment["SLURM_TIME_FORMAT"] = "%s"
+
     try:
         done = subprocess.run(
             command,
-            env=kept | {"SLURM_TIME_FORMAT": "%s"},
+            env=environment,
             input=stdin,
             capture_output=True,
             text=True,
@@ -119,6 +122,7 @@ def ask_slurm(*command: str, stdin: str = "") -> str:
         ) from None
     except OSError as error:
         raise NoAnswerError(f"{command[0]}: {error.strerror}") from None
+
     if done.returncode:
         message = " ".join(done.stderr.split())
         raise NoAnswerError(
@@ -146,17 +150,19 @@ def user_jobs() -> list[QueuedJob]:
 
     # The options that come first are left out: the format is among them.
     clock = SLURM_CLOCK.search(text)
-    rows = text[clock.end() :] if clock else text
-    seen = float(clock[1]) if clock else None
+    seen = None
+    if clock:
+        text = text[clock.end() :]
+        seen = float(clock[1])
+
+    # A line that is cut off, or a message of a site's own, is no job.
     jobs = [
         _job(line, seen=seen)
-        for line in rows.splitlines()
+        for line in text.splitlines()
         if line.count("|") >= FORMAT.count("|")
     ]
     # 9 comes before 10, and 4711_2 before 4711_10.
-    return sorted(
-        jobs, key=lambda job: [int(each) for each in re.findall(r"\d+", job.job_id)]
-    )
+    return sorted(jobs, key=lambda job: [*map(int, re.findall(r"\d+", job.job_id))])
 
 
 def known_jobs() -> list[QueuedJob] | None:
@@ -168,15 +174,22 @@ def known_jobs() -> list[QueuedJob] | None:
 
 
 def _job(line: str, *, seen: float | None) -> QueuedJob:
-    names = [field.name for field in fields(QueuedJob) if field.name != "seen"]
-    values: dict[str, Any] = dict(
-        zip(names, line.split("|", len(names) - 1), strict=True)
+    # The order is that of FORMAT; the script's path may contain the separator.
+    job_id, submitted_id, state, reason, start, nodes, submitted, script = line.split(
+        "|", 7
     )
-    for name in ("start", "submitted"):
-        values[name] = _seconds(values[name])
-    reason = values["reason"] if values["reason"] != "None" else None
+    # squeue writes None for a job without a reason.
+    if reason == "None":
+        reason = ""
     return QueuedJob(
-        **values | {"reason": reason or None, "nodes": values["nodes"] or None},
+        job_id=job_id,
+        submitted_id=submitted_id,
+        state=state,
+        reason=reason or None,
+        start=_seconds(start),
+        nodes=nodes or None,
+        submitted=_seconds(submitted),
+        script=script,
         seen=seen,
     )
 
@@ -194,8 +207,9 @@ def jobs_of(
     jobs: the answer of `user_jobs`, to ask SLURM once for many runs.
     Raises NoAnswerError.
     """
-    known = user_jobs() if jobs is None else jobs
-    return [job for job in jobs_with_script(run_folder, known) if not job.has_ended]
+    if jobs is None:
+        jobs = user_jobs()
+    return [job for job in jobs_with_script(run_folder, jobs) if not job.has_ended]
 
 
 def jobs_with_script(run_folder: Path, jobs: Iterable[QueuedJob]) -> list[QueuedJob]:
@@ -219,11 +233,14 @@ def depending_on(
     """
     if not job_ids:
         return launch
-    own = launch.sbatch.get("dependency")
-    dependency = ":".join([f"{own},{how}" if own else how, *sorted(set(job_ids))])
-    # Otherwise it would stay in the queue as DependencyNeverSatisfied.
-    added = {"kill-on-invalid-dep": "yes"} if how == "afterok" else {}
-    sbatch = {**launch.sbatch, "dependency": dependency, **added}
+
+    dependency = ":".join([how, *sorted(set(job_ids))])
+    if before := launch.sbatch.get("dependency"):
+        dependency = f"{before},{dependency}"
+    sbatch = {**launch.sbatch, "dependency": dependency}
+    if how == "afterok":
+        # Otherwise it would stay in the queue as DependencyNeverSatisfied.
+        sbatch["kill-on-invalid-dep"] = "yes"
     return launch.model_copy(update={"sbatch": sbatch})
 
 
@@ -275,16 +292,19 @@ def requeue(job_id: str) -> str | None:
     refusal = _insist(
         "scontrol", "requeue", job_id, seconds=REQUEUE_SECONDS, unless=is_queued
     )
-    if refusal is None:
-        # Unless a start is ahead when the job has ended on all nodes, SLURM delays it until the
-        # old credential has expired, for two minutes by default (batch_requeue_fini of slurmctld).
-        with suppress(NoAnswerError):
-            settings = ask_slurm("scontrol", "show", "config")
-            has_epilog = not re.search(r"^Epilog +=.*null", settings, re.MULTILINE)
-            seconds = EPILOG_SECONDS if has_epilog else RESTART_SECONDS
-            start = f"StartTime=now+{seconds}"
-            ask_slurm("scontrol", "update", f"JobId={job_id}", start)
-    return refusal
+    if refusal is not None:
+        return refusal
+
+    # Unless a start is ahead when the job has ended on all nodes, SLURM delays it until the
+    # old credential has expired, for two minutes by default (batch_requeue_fini of slurmctld).
+    with suppress(NoAnswerError):
+        settings = ask_slurm("scontrol", "show", "config")
+        seconds = RESTART_SECONDS
+        # A job has ended on a node when the epilog has, too.
+        if not re.search(r"^Epilog +=.*null", settings, re.MULTILINE):
+            seconds = EPILOG_SECONDS
+        ask_slurm("scontrol", "update", f"JobId={job_id}", f"StartTime=now+{seconds}")
+    return None
 
 
 def exclude(
@@ -303,32 +323,35 @@ def exclude(
     script: its batch script, with the nodes and features that it asks for.
     fewest_nodes: on which it can start; None: as many as it had.
     Not if too few others are up, or none of those that the job asks for: it would wait for ever.
-    SLURM changes this of waiting jobs alone, and a job that is requeued still ends for a moment.
     """
     before = job.get("ExcNodeList", "(null)").replace("(null)", node)
     usable = "--states=idle,mixed,allocated,completing"
     command = ["sinfo", "--noheader", "--Node", "--format=%N", usable]
     try:
-        up = ask_slurm(*command, f"--partition={job['Partition']}").split()
+        # A node is listed once for each of its partitions.
+        up = set(ask_slurm(*command, f"--partition={job['Partition']}").split())
         excluded = {node, *ask_slurm("scontrol", "show", "hostnames", before).split()}
     except NoAnswerError as error:
         return f"{node} is not excluded: {error}"
+
     needed = fewest_nodes or int(job["NumNodes"].partition("-")[0])
-    if len(set(up) - excluded) < needed:
+    if len(up - excluded) < needed:
         return f"{node} is not excluded: too few other nodes are up"
+
+    # Only SLURM knows whether the others have what the job asks for. A job that this one waited
+    # for may be forgotten, so it is asked without the dependency.
     names = ",".join(sorted(excluded))
+    test = ["sbatch", "--test-only", "--dependency=", f"--exclude={names}"]
     try:
-        # An earlier job that it waited for may be forgotten.
-        ask_slurm(
-            *("sbatch", "--test-only", "--dependency=", f"--exclude={names}"),
-            str(script),
-        )
+        ask_slurm(*test, str(script))
     except NoAnswerError as error:
         return f"{node} is not excluded: the job could not start without it ({error})"
+
+    # SLURM changes this of waiting jobs alone, and a job that is requeued still ends for a moment.
     change = [f"JobId={job_id}", f"ExcNodeList={names}"]
-    refused = _insist("scontrol", "update", *change, seconds=EXCLUDE_SECONDS)
-    if refused is not None:
-        return f"{node} is not excluded: {refused}"
+    refusal = _insist("scontrol", "update", *change, seconds=EXCLUDE_SECONDS)
+    if refusal is not None:
+        return f"{node} is not excluded: {refusal}"
     return f"{node} is excluded from job {job_id}: {why}"
 
 

@@ -1,7 +1,7 @@
 """Explain SLURM's words about a job: why it waits, how it ended, and who must do what.
 
 Owns: one table for every reason and state of SLURM, 22.05 to 25.05.
-Leaves out: asking SLURM (`queue`) and the state of a run (`states`).
+Leaves out: asking SLURM (`queue`) and the state of a run (`run_states`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ WAITING = {
         "next: `scancel {job}`, then submit that one and this one again",
     ),
     "Dependency": ("waits for another job", BY_ITSELF),
-    # Held.
+    # Held. Only a release starts it, and an administrator's hold only that of an administrator.
     "JobHeldUser": ("is held by its user", RELEASE),
     "JobHeldAdmin": (
         "is held by an administrator",
@@ -106,7 +106,7 @@ WAITING = {
     ),
     "CONFIGURING|POWER_UP_NODE": ("waits for its nodes to boot", BY_ITSELF),
     "RESIZING|SIGNALING|EXPEDITING": ("is being changed", BY_ITSELF),
-    # Of nodes.
+    # Of nodes. Some wait for repair; others ask for what does not exist.
     "ReqNodeNotAvail, Reserved": (
         "waits: its nodes are reserved, and it would not end before that begins",
         f"{BY_ITSELF} afterwards; a shorter `scontrol update jobid={{job}} timelimit=MINUTES` may "
@@ -127,7 +127,7 @@ WAITING = {
         "next: `scontrol update jobid={job} reservationname=`, then `scontrol release {job}`",
     ),
     "Reservation": ("waits for its reservation to begin", BY_ITSELF),
-    # Of the partition.
+    # Of the partition. Without EnforcePartLimits, SLURM accepts a job beyond its limits.
     "PartitionDown": ("waits: its partition is down", PARTITION),
     "PartitionInactive": ("waits: its partition is inactive", PARTITION),
     "PartitionTimeLimit": (
@@ -144,7 +144,8 @@ WAITING = {
         "asks for more than the nodes of its partition have: it never starts",
         f"{REPLACE}a smaller launch section (`sinfo` shows the nodes)",
     ),
-    # Of the account and the quality of service.
+    # Of the account and the quality of service. Limits named Grp count all jobs together, those
+    # named PerJob a single one.
     "InvalidAccount|AccountNotAllowed": (
         "names an account that may not be used here",
         f"{REPLACE}another launch.account{ACCOUNT}",
@@ -218,22 +219,30 @@ def why_it_waits(job: QueuedJob) -> tuple[str, str]:
 
     A reason that nobody knows, of a newer SLURM or a plugin, is shown as it is.
     """
+    # Versions write a reason with blanks or with underscores.
     words = (job.reason or "").replace("_", " ")
     unknown = (
         "waits",
         "next: `scontrol show job {job}`; ask an administrator if it stays",
     )
-    fitting = (
-        row
-        for text in (job.state, words or "None")
-        for pattern, row in WAITING.items()
-        if re.match(pattern, text)
+    # The state says more than the reason, which may be that of an earlier wait.
+    what, advice = next(
+        (
+            row
+            for text in (job.state, words or "None")
+            for pattern, row in WAITING.items()
+            if re.match(pattern, text)
+        ),
+        unknown,
     )
-    what, advice = next(fitting, unknown)
-    shown = f"{what} ({job.reason})" if job.reason else what
-    nodes = re.search(r"Unavailable(?:Nodes)?:([^\s)]+)", job.reason or "")
-    node = nodes[1] if nodes else "NODE"
-    return shown, advice.format(job=job.job_id, node=node)
+    if job.reason:
+        what += f" ({job.reason})"
+
+    # UnavailableNodes:n[1-2] is part of a reason, and names those that an administrator repairs.
+    node = "NODE"
+    if nodes := re.search(r"Unavailable(?:Nodes)?:([^\s)]+)", job.reason or ""):
+        node = nodes[1]
+    return what, advice.format(job=job.job_id, node=node)
 
 
 def how_it_ended(job: QueuedJob) -> tuple[str, str]:
@@ -243,7 +252,12 @@ def how_it_ended(job: QueuedJob) -> tuple[str, str]:
     """
     assert job.has_ended
     words = f"{job.state} {job.reason or ''}"
-    fitting = (row for pattern, row in ENDED.items() if re.match(pattern, words))
-    what, advice = next(fitting)
-    said = ", ".join(filter(None, (job.state, job.reason)))
-    return f"{what} ({said})", advice.format(node="NODE")
+    what, advice = next(
+        row for pattern, row in ENDED.items() if re.match(pattern, words)
+    )
+
+    # SLURM's own words are what its manual and other people know.
+    shown = job.state
+    if job.reason:
+        shown += f", {job.reason}"
+    return f"{what} ({shown})", advice.format(node="NODE")

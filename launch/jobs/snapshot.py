@@ -42,10 +42,12 @@ def kept_code(
     """
     if not launch.snapshot:
         return None
+
     code = read_code(root)
     final = folder / folder_name(code)
     temporary = folder / f".{final.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
+        # It is named by its content and committed by one rename: one that exists is complete.
         if not final.exists():
             temporary.mkdir(mode=0o700)
             for name, content in code.items():
@@ -75,6 +77,8 @@ def read_code(root: Path = PROJECT_ROOT) -> Code:
     folders = {name: root / name for name in CODE_FOLDERS}
     if root == INSIDE:
         folders["vitscale"] = PACKAGE
+
+    # The checkout lies inside the package of a wheel, so its files are not read twice.
     code = {
         str(name / path.relative_to(folder)): _read(path)
         for name, folder in folders.items()
@@ -82,9 +86,12 @@ def read_code(root: Path = PROJECT_ROOT) -> Code:
         if path.is_file() and path.parent.name != "__pycache__"
         if folder != PACKAGE or not path.is_relative_to(INSIDE)
     }
-    version = source_version(root)
+
     # Without a version an empty record: git may know another project around the job folder.
-    record = {} if version is None else version._asdict()
+    record = {}
+    version = source_version(root)
+    if version is not None:
+        record = version._asdict()
     return code | {RECORD_NAME: json_text(record).encode()}
 
 
@@ -103,6 +110,7 @@ def _read(path: Path) -> bytes:
 def folder_name(code: Code) -> str:
     """Name of the snapshot's folder, from all paths and contents."""
     digest = blake3.blake3()
+    # Lengths keep two files apart from one with both contents.
     for path, content in sorted(code.items()):
         digest.update(f"{path}\0{len(content)}\0".encode())
         digest.update(content)

@@ -3,7 +3,7 @@
 Owns: options of sbatch and srun, the shell lines around srun, a task's environment (rank,
 addresses, files), and stop signals before a script handles them. No other module imports submitit.
 Leaves out: signals and checkpoints inside a stage (its script), and what follows an attempt
-(`after`).
+(`requeue_decision`).
 
 submitit replays the original pickle after every requeue. The job is therefore stateless: the
 position to resume from is in the run folder. A stage stopped by a signal commits a checkpoint on
@@ -65,15 +65,15 @@ SITE_VARIABLES = {
     "SBATCH_QOS": "qos",
     "SBATCH_RESERVATION": "reservation",
 }
-# Of a launcher of ranks; one that is left over would name another job's ranks.
-RANK_VARIABLES = (
-    *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+# A launcher of ranks sets these; one that is left over would name another job's ranks.
+RANK_VARIABLES = tuple(
+    "MASTER_ADDR MASTER_PORT RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE".split()
 )
 OPTION_LINE = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)
 
-# A lock that nobody has touched at so many looks is that of ranks that are gone.
-LOOK_S, SILENT_LOOKS = 60, 5
+# The ranks are gone when nobody has touched their lock for so many looks in a row.
+LOOK_S = 60
+SILENT_LOOKS = 5
 
 # Restarts in a row that may fail without a newer checkpoint.
 MAX_FRUITLESS_RESTARTS = 3
@@ -139,9 +139,9 @@ code=${{PIPESTATUS[0]}}
 # Its sleep, and then itself: TERM is ignored here.
 pkill -KILL -P "$watcher"
 kill -KILL "$watcher" 2> /dev/null
-next=$({after} --script "$0" --job "$job" --code "$code" < "$srun_errors")
+next=$({decide} --script "$0" --job "$job" --code "$code" < "$srun_errors")
 [ ! -f "$srun_errors" ] || rm "$srun_errors"
-# Without Python on this node: a line for each start in a row, as `after` would decide.
+# Without Python on this node: a line for each start in a row, as `requeue_decision` would do.
 failed={failed}
 [ -z "$next" ] || {{ rm -f "$failed"; exit "$next"; }}
 [ "$code" != 0 ] || exit 0
@@ -188,7 +188,7 @@ def _script_of(executor: SlurmExecutor) -> str:
 
 
 class _Executor(SlurmExecutor):
-    """submitit's, which also writes batch scripts on machines without SLURM."""
+    """submitit's executor, which also writes batch scripts on machines without SLURM."""
 
     @classmethod
     def affinity(cls) -> int:
@@ -196,12 +196,15 @@ class _Executor(SlurmExecutor):
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        """The number also where sbatch, an option of it or a site's own says nothing else."""
-        text = string.decode() if isinstance(string, bytes) else string
-        bare = re.search(r"^(\d+)(;\S+)?$", text, re.MULTILINE)
-        return (
-            bare[1] if bare else SlurmExecutor._get_job_id_from_submission_command(text)
-        )
+        """Read the job id from sbatch's output."""
+        if isinstance(string, bytes):
+            string = string.decode()
+
+        # With --parsable, or where a site wraps sbatch, the id stands alone.
+        bare_id = re.search(r"^(\d+)(;\S+)?$", string, re.MULTILINE)
+        if bare_id:
+            return bare_id[1]
+        return SlurmExecutor._get_job_id_from_submission_command(string)
 
 
 def _executor(
@@ -211,112 +214,137 @@ def _executor(
     run_folder: str | None,
     code: Path | None,
 ) -> _Executor:
-    """submitit's executor for validated settings."""
+    """Set up submitit's executor for validated settings."""
+    script_values = _script_values(launch, folder, run_folder)
+    num_tasks = launch.tasks_per_node
+    cpus_per_task = launch.cpus_per_task
+
     # A wheel's stages are on no path of their own.
-    code = code or (INSIDE if IS_WHEEL else None)
-    # SLURM_JOB_ID of the first task of an array would mean all its tasks.
-    is_array = launch.num_tasks > 1
-    job_id = "$SLURM_ARRAY_JOB_ID" if is_array else "$SLURM_JOB_ID"
-    where = (
-        shlex.quote(run_folder)
-        if run_folder
-        else f'{shlex.quote(str(folder))}/{job_id}/"$job"'
-    )
-    after = [sys.executable, "-u", "-m", "launch.jobs.after"]
-    options = [
-        "--signal-delay",
-        launch.signal_delay_s,
-        "--max-requeues",
-        launch.max_requeues,
+    if code is None and IS_WHEEL:
+        code = INSIDE
+
+    setup = [*FIRST, *_gpu_lines(launch), *launch.setup]
+    if code is not None:
+        setup += [
+            f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+            # Otherwise `python -m` imports from the current folder first: often the checkout.
+            "export PYTHONSAFEPATH=1",
+        ]
+
+    srun_args = [
+        # Since SLURM 22.05, srun does not inherit --cpus-per-task from sbatch.
+        f"--cpus-per-task={cpus_per_task}",
+        # After one rank failed, the others would wait in a collective: end them at once.
+        "--kill-on-bad-exit=1",
+        *launch.srun_args,
     ]
-    if len(launch.node_counts) > 1:
-        options += ["--fewest-nodes", launch.node_counts[0]]
-    words = {
-        "job": "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if is_array else job_id,
-        "attempt": ATTEMPT_VARIABLE,
-        "max_requeues": launch.max_requeues,
-        "stopped": EXIT_STOPPED_RESUMABLE,
-        "failed": f'{shlex.quote(str(folder))}/{job_id}/"$job".failed_starts',
-        "max_fruitless": MAX_FRUITLESS_RESTARTS,
-        "look_s": LOOK_S,
-        "silent_looks": SILENT_LOOKS,
-        "lock": f"{where}/.lock",
-        "fewest_nodes": launch.node_counts[0],
-        "restart_s": RESTART_SECONDS,
-        "after": f"{shlex.join(after)} {where} {shlex.join(map(str, options))}",
-    }
-    imports = (
-        f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        # Otherwise `python -m` imports from the current folder first: often the checkout.
-        "export PYTHONSAFEPATH=1",
-    )
-    parameters: dict[str, Any] = {
-        "job_name": name,
-        "time": launch.timeout_min,
-        "partition": launch.partition,
-        "account": launch.account,
-        "mem": None if launch.mem_gb is None else f"{launch.mem_gb}GB",
-        "nodes": launch.node_counts[-1],
-        "ntasks_per_node": launch.tasks_per_node,
-        "cpus_per_task": launch.cpus_per_task,
-        "signal_delay_s": launch.signal_delay_s,
-        "stderr_to_stdout": True,
-        # Sites that check accounting keys refuse submitit's default key.
-        "wckey": None,
-        "additional_parameters": {
-            "requeue": True,
-            **{
-                key: value for key, value in launch.sbatch.items() if value is not False
-            },
-        },
-        "array_parallelism": launch.num_tasks,
-        **_gpu_parameters(launch),
-        "setup": [
-            *FIRST,
-            *_all_gpus(launch),
-            *launch.setup,
-            *(imports if code else ()),
-            BEFORE.format(**words),
-        ],
-        "srun_args": [
-            # Since SLURM 22.05, srun does not inherit --cpus-per-task from sbatch.
-            f"--cpus-per-task={launch.cpus_per_task}",
-            # After one rank failed, the others would wait in a collective: end them at once.
-            "--kill-on-bad-exit=1",
-            *launch.srun_args,
-        ],
-        "teardown": [AFTER.format(**words)],
-    }
+
+    sbatch_options: dict[str, Any] = {"requeue": True}
+    for option, value in launch.sbatch.items():
+        # False leaves an option out; True writes it without a value.
+        if value is not False:
+            sbatch_options[option] = value
+
+    layout = {"ntasks_per_node": num_tasks, "cpus_per_task": cpus_per_task}
     if isinstance(launch.nodes, str):
         # Of --ntasks-per-node=1 and 2 to 8 nodes, SLURM makes two tasks, for which it takes two
         # nodes. So sbatch asks for one task per node, with all cores, and srun starts the ranks.
-        tasks = parameters.pop("ntasks_per_node")
-        parameters["cpus_per_task"] = tasks * launch.cpus_per_task
-        parameters["srun_args"].append(f"--ntasks-per-node={tasks}")
-        parameters["additional_parameters"]["nodes"] = launch.nodes
-        parameters["setup"][-1:-1] = [
+        layout = {"cpus_per_task": num_tasks * cpus_per_task}
+        srun_args.append(f"--ntasks-per-node={num_tasks}")
+        sbatch_options["nodes"] = launch.nodes
+        setup += [
             "export SLURM_NNODES=$SLURM_JOB_NUM_NODES",
-            f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {tasks}))",
+            f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {num_tasks}))",
             "export SLURM_NPROCS=$SLURM_NTASKS",
         ]
+
+    mem = None
+    if launch.mem_gb is not None:
+        mem = f"{launch.mem_gb}GB"
+
     # One folder per submission, named after the job or the whole array.
-    executor = _Executor(folder / ("%A" if is_array else "%j"), python=launch.python)
-    executor.update_parameters(**parameters)
+    log_folder = folder / "%j"
+    if launch.num_tasks > 1:
+        log_folder = folder / "%A"
+
+    executor = _Executor(log_folder, python=launch.python)
+    executor.update_parameters(
+        job_name=name,
+        time=launch.timeout_min,
+        partition=launch.partition,
+        account=launch.account,
+        mem=mem,
+        nodes=launch.node_counts[-1],
+        signal_delay_s=launch.signal_delay_s,
+        stderr_to_stdout=True,
+        # Sites that check accounting keys refuse submitit's default key.
+        wckey=None,
+        additional_parameters=sbatch_options,
+        array_parallelism=launch.num_tasks,
+        setup=[*setup, BEFORE.format(**script_values)],
+        srun_args=srun_args,
+        teardown=[AFTER.format(**script_values)],
+        **layout,
+        **_gpu_parameters(launch),
+    )
     return executor
+
+
+def _script_values(
+    launch: LaunchSettings, folder: Path, run_folder: str | None
+) -> dict[str, object]:
+    """Map the placeholders of BEFORE and AFTER to their values, as the shell reads them."""
+    job_id = "$SLURM_JOB_ID"
+    job = job_id
+    if launch.num_tasks > 1:
+        # SLURM_JOB_ID of the first task of an array would mean all its tasks.
+        job_id = "$SLURM_ARRAY_JOB_ID"
+        job = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
+
+    # A task without a run has its record beside its log.
+    record = f'{shlex.quote(str(folder))}/{job_id}/"$job"'
+    attempts = record
+    if run_folder:
+        attempts = shlex.quote(run_folder)
+
+    fewest_nodes = launch.node_counts[0]
+    options = (
+        f"--signal-delay {launch.signal_delay_s} --max-requeues {launch.max_requeues}"
+    )
+    if len(launch.node_counts) > 1:
+        options += f" --fewest-nodes {fewest_nodes}"
+
+    return {
+        "job": job,
+        "attempt": ATTEMPT_VARIABLE,
+        "max_requeues": launch.max_requeues,
+        "stopped": EXIT_STOPPED_RESUMABLE,
+        "failed": f"{record}.failed_starts",
+        "max_fruitless": MAX_FRUITLESS_RESTARTS,
+        "look_s": LOOK_S,
+        "silent_looks": SILENT_LOOKS,
+        "lock": f"{attempts}/.lock",
+        "fewest_nodes": fewest_nodes,
+        "restart_s": RESTART_SECONDS,
+        "decide": f"{shlex.quote(sys.executable)} -u -m launch.jobs.requeue_decision "
+        f"{attempts} {options}",
+    }
 
 
 def _gpu_parameters(launch: LaunchSettings) -> dict[str, str]:
     if not launch.gpus_per_node:
         return {}
-    kind = f"{launch.gpu_type}:" if launch.gpu_type else ""
+    gpus = str(launch.gpus_per_node)
+    if launch.gpu_type:
+        gpus = f"{launch.gpu_type}:{gpus}"
     return {
-        "gpus_per_node": {"gpus_per_node": f"{kind}{launch.gpus_per_node}"},
-        "gres": {"gres": f"gpu:{kind}{launch.gpus_per_node}"},
+        "gpus_per_node": {"gpus_per_node": gpus},
+        "gres": {"gres": f"gpu:{gpus}"},
         "none": {},
     }[launch.gpu_request]
 
 
-def _all_gpus(launch: LaunchSettings) -> Iterator[str]:
+def _gpu_lines(launch: LaunchSettings) -> Iterator[str]:
     """Name the GPUs that come with the partition: a rank without one would train on its CPU."""
     if launch.gpus_per_node and launch.gpu_request == "none":
         numbers = ",".join(map(str, range(launch.gpus_per_node)))
@@ -336,8 +364,10 @@ class Submission:
 
     def log(self, task: int | str) -> Path:
         """Output and errors of one task."""
-        rank = f"{task}_0" if self.is_array else task
-        return self.folder / f"{self.job_id}_{rank}_log.out"
+        if self.is_array:
+            # Its only rank has the number 0.
+            task = f"{task}_0"
+        return self.folder / f"{self.job_id}_{task}_log.out"
 
 
 def require_slurm() -> None:
@@ -364,6 +394,7 @@ def submit_to_slurm(
     Raises UserError if sbatch refuses.
     """
     executor = _executor(launch, name, folder, job.run_folder, code)
+
     try:
         # submitit prints sbatch's message, which the error contains as well.
         with (
@@ -379,12 +410,17 @@ def submit_to_slurm(
             f"sbatch refused the job: {message}",
             next_step="compare the launch section with what sinfo and sacctmgr show",
         ) from error
+
+    is_array = launch.num_tasks > 1
+    num_tasks = launch.num_ranks
+    if is_array:
+        num_tasks = launch.num_tasks
     first = submitted[0]
     return Submission(
         job_id=first.job_id.partition("_")[0],
-        num_tasks=launch.num_tasks if launch.num_tasks > 1 else launch.num_ranks,
+        num_tasks=num_tasks,
         folder=first.paths.folder,
-        is_array=len(submitted) > 1,
+        is_array=is_array,
     )
 
 
@@ -395,6 +431,7 @@ def submission_environment(script: str) -> Iterator[None]:
     These are the options of the shell or of a module (SBATCH_*), the size and GPUs of a job around
     this shell (SLURM_*), and the ranks of another launcher.
     """
+    # The site decides what the run leaves to it, such as the account.
     options = OPTION_LINE.findall(script)
     of_site = {
         name: f"the run leaves {option} to it"
@@ -407,16 +444,20 @@ def submission_environment(script: str) -> Iterator[None]:
         if name in os.environ
     }
 
-    prefixes = (
-        ("SBATCH_",) if "SLURM_JOB_ID" in os.environ else ("SBATCH_", "SLURM_", "SRUN_")
+    # Inside a job, SLURM has set the variables of that job: nobody chose them for this one.
+    prefixes: tuple[str, ...] = ("SBATCH_",)
+    if "SLURM_JOB_ID" not in os.environ:
+        prefixes = ("SBATCH_", "SLURM_", "SRUN_")
+    left_out = sorted(
+        name
+        for name in os.environ
+        if name in RANK_VARIABLES or (name.startswith(prefixes) and name not in kept)
     )
-    left_out = [name for name in RANK_VARIABLES if name in os.environ]
-    left_out += [
-        name for name in os.environ if name.startswith(prefixes) and name not in kept
-    ]
+
+    # Nothing of the environment is dropped, or counts, in silence.
     if left_out:
         _say_once(
-            f"left out of the job, so that the run decides: {', '.join(sorted(left_out))}"
+            f"left out of the job, so that the run decides: {', '.join(left_out)}"
         )
     for name, why in of_site.items():
         _say_once(f"{name}={os.environ[name]} of this shell counts: {why}")
@@ -457,16 +498,16 @@ class StageJob:
 
         def stop_early(number: int, _: object) -> None:
             # Nothing to save: the script has no handlers, or has not set them yet.
-            state = (
-                " before training started"
-                if self.run_folder
-                else "; finished work is kept"
-            )
+            state = "; finished work is kept"
+            if self.run_folder:
+                state = " before training started"
             print(f"stopped by {signal.Signals(number).name}{state}", flush=True)
             os._exit(EXIT_STOPPED_RESUMABLE)
 
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, stop_early)
+
+        # One rank records the attempt for all.
         if task.global_rank == 0:
             nodes = task.hostnames[: task.num_nodes]
             attempt = begin_attempt(
@@ -477,9 +518,10 @@ class StageJob:
                 nodes=nodes,
             )
             now = time.strftime("%Y-%m-%d %H:%M:%S")
-            where = f"job {task.job_id} on {', '.join(nodes)}"
-            print(f"{now} attempt {attempt.number} of the run, {where}", flush=True)
+            job = f"job {task.job_id} on {', '.join(nodes)}"
+            print(f"{now} attempt {attempt.number} of the run, {job}", flush=True)
             print(self.heading(task.num_tasks), flush=True)
+
         code = run_in_process(self.arguments, self.run_folder or "")
         skip_teardown(code)
         if code:
@@ -491,15 +533,21 @@ class StageJob:
 def _enter_task() -> JobEnvironment:
     """Set torch's environment variables for this process; clear an earlier attempt's result."""
     environment = JobEnvironment()
-    # Of a line of `launch.setup`, --chdir or a container; a run's paths may be relative.
+
+    # A line of `launch.setup`, --chdir or a container may have changed the folder, and a run's
+    # paths may be relative.
     with suppress(OSError, KeyError):
         os.chdir(os.environ["SLURM_SUBMIT_DIR"])
+
     # submitit logs every SIGCONT, which SLURM sends before SIGTERM.
     signal.signal(signal.SIGCONT, signal.SIG_DFL)
+
+    # Names of nodes need not be host names.
     exported = helpers.TorchDistributedEnvironment().export(
         set_cuda_visible_devices=False, overwrite=True
     )
     os.environ["MASTER_ADDR"] = reachable_address(exported.master_addr)
+
     # A half-written result of a killed attempt would make submitit fail this one at its end.
     result = environment.paths.result_pickle
     for path in (result, result.with_name(f"{result.name}.save_tmp")):
@@ -513,14 +561,18 @@ def run_in_process(arguments: list[str], run_folder: str) -> int:
     run_folder: where an error that leaves it is recorded, if the script has not.
     """
     sys.argv = arguments
+
     # The configuration is complete; a site file edited since must not change it.
     os.environ[SITE_VARIABLE] = ""
+
     try:
         runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
-        # Of an error that was printed; a bare code is a decision of the script.
+        # Its context is an error that was printed; a bare code is a decision of the script.
         if end.code:
             _record_end(run_folder, end.__context__)
+
+        # As Python does at its own end, a text is printed and counts as code 1.
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
         print(end.code, file=sys.stderr)
@@ -535,14 +587,18 @@ def _record_end(run_folder: str, error: BaseException | None) -> None:
     """Record what ended one of several ranks before it could: a broken package, for example."""
     if error is None or os.environ["WORLD_SIZE"] == "1":
         return
-    rank, node = int(os.environ["RANK"]), node_name()
+
+    # A report of the script itself says more.
+    rank = int(os.environ["RANK"])
     known = read_failures(run_folder, attempt=os.environ[ATTEMPT_VARIABLE])
     if any(report.reported_by == rank for report in known):
         return
+
+    node = node_name()
+    first_line = str(error).partition("\n")[0]
     failure = Failure(
         kind=FailureKind.OTHER,
-        what=f"rank {rank} on {node} ended with an error: "
-        f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+        what=f"rank {rank} on {node} ended with an error: {type(error).__name__}: {first_line}",
         rank=rank,
         node=node,
         reported_by=rank,

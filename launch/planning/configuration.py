@@ -28,6 +28,7 @@ ALL_RUN_TYPES: dict[str, type[Run]] = {
 
 def renewed(page: str) -> str:
     """The page with its introduction, and the settings as they are."""
+    # The first heading belongs to the settings, so all before it is the introduction.
     introduction, heading, _ = page.partition("\n## ")
     assert heading, f"{PAGE} has lost its introduction"
     return introduction + as_markdown(settings_reference(ALL_RUN_TYPES))

@@ -29,7 +29,7 @@ from launch.jobs.preparation import (
 )
 from launch.jobs.queue import NoAnswerError, ask_slurm, fields_of
 from launch.jobs.snapshot import folder_name, read_code
-from launch.jobs.states import format_size
+from launch.jobs.status_text import format_size
 from launch.jobs.submission import sbatch_text, submission_environment
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import step_folders
@@ -53,25 +53,10 @@ Rows = Iterator[tuple[str, str]]
 GIB = 2**30
 # Settings of `data` that choose no samples: how batches are made of them.
 OF_PIXELS = (
-    *(
-        "views",
-        "num_workers",
-        "decoder",
-        "max_unreadable_fraction",
-        "augment",
-        "mixing",
-        "horizontal_flip",
-    ),
-    *("crop", "crop_area", "crop_aspect", "crop_share", "interpolation", "antialias"),
-    *(
-        "eval_resize",
-        "eval_interpolation",
-        "eval_antialias",
-        "eval_crop_fraction",
-        "mean",
-        "std",
-    ),
-)
+    "views num_workers decoder max_unreadable_fraction augment mixing horizontal_flip "
+    "crop crop_area crop_aspect crop_share interpolation antialias "
+    "eval_resize eval_interpolation eval_antialias eval_crop_fraction mean std"
+).split()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +83,10 @@ def data_facts(
 ) -> DataFacts:
     """Counted as the training does if this machine sees the shards, else by
     `data.planned_num_samples`. Raises UserError for damaged shards."""
-    known = {} if known is None else known
+    if known is None:
+        known = {}
+
+    # Runs that differ in these settings, or in the size of the batch, take the same samples.
     defaults = {key: DataSettings.model_fields[key].default for key in OF_PIXELS}
     samples = run.data.model_copy(update=defaults | {"global_batch": 1})
     if samples not in known:
@@ -107,46 +95,28 @@ def data_facts(
 
 
 def _count(data: DataSettings, *, check_files: bool) -> DataFacts:
+    # Without an index, only reading all tars would count their samples.
     if data.is_streamed:
         return DataFacts(
             num_samples=data.webdataset.num_samples,
             num_classes=data.webdataset.num_classes or 0,
             source="data.webdataset; tars without an index, no exact resume",
         )
-    share = (
-        ""
-        if data.first_percent == 100
-        else f"data.first_percent={data.first_percent:g} of "
-    )
-    planned, missing = data.planned_num_samples, _missing_part(data)
+
+    missing = _missing_part(data)
+    planned = data.planned_num_samples
     if missing is None:
-        location = location_of(data.path)
         try:
-            opened = open_training_set(data, seed=0, check_files=check_files)
-            notes = "".join(f"; {part.note}" for part in opened.parts if part.note)
-            evaluated = None
-            if check_files:
-                for part in opened.parts:
-                    check_mixed(
-                        part.label, shard_lengths=part.shard_lengths, where="data.path"
-                    )
-                if not data.dev_percent:
-                    evaluated = open_val_split(data, parts=opened.parts)
-            return DataFacts(
-                num_samples=opened.num_samples,
-                num_classes=len(opened.classes),
-                source=f"{share}{location / MANIFEST_NAME}"
-                + " and data.mixture" * bool(data.mixture)
-                + notes,
-                num_dev=0 if opened.dev is None else opened.dev.num_samples,
-                num_shards=sum(len(part.shard_lengths) for part in opened.parts),
-                num_val=None if evaluated is None else evaluated.num_samples,
-            )
+            return _count_files(data, check_files=check_files)
         except UserError:
             # Only the nodes may see a URL.
-            if planned is None or isinstance(location, Path):
+            if planned is None or isinstance(location_of(data.path), Path):
                 raise
-    _, path = missing or ("", data.path)
+        path = data.path
+    else:
+        _, path = missing
+
+    # The plan then names the setting that it lacks.
     if planned is None:
         source = (
             f"no {MANIFEST_NAME} in {path}, and data.planned_num_samples is not set"
@@ -157,19 +127,64 @@ def _count(data: DataSettings, *, check_files: bool) -> DataFacts:
     num_dev = data.num_dev(num_taken)
     return DataFacts(
         num_samples=num_taken - num_dev,
-        source=f"{share}data.planned_num_samples (no {MANIFEST_NAME} in {path} yet)",
+        source=f"{_share(data)}data.planned_num_samples (no {MANIFEST_NAME} in {path} yet)",
         num_dev=num_dev,
     )
 
 
+def _count_files(data: DataSettings, *, check_files: bool) -> DataFacts:
+    """Count what the index says. check_files: also look at the shards, and at the val split."""
+    training_set = open_training_set(data, seed=0, check_files=check_files)
+    parts = training_set.parts
+
+    # A description of the plan needs none of this, which takes time with many shards.
+    num_val = None
+    if check_files:
+        for part in parts:
+            check_mixed(part.label, shard_lengths=part.shard_lengths, where="data.path")
+        # With `dev_percent`, the samples held out are those that are evaluated.
+        if not data.dev_percent:
+            val_split = open_val_split(data, parts=parts)
+            if val_split is not None:
+                num_val = val_split.num_samples
+
+    num_dev = 0
+    if training_set.dev is not None:
+        num_dev = training_set.dev.num_samples
+
+    # A reader sees where the numbers come from, and what is left out or repeated.
+    source = f"{_share(data)}{location_of(data.path) / MANIFEST_NAME}"
+    if data.mixture:
+        source += " and data.mixture"
+    for part in parts:
+        if part.note:
+            source += f"; {part.note}"
+
+    return DataFacts(
+        num_samples=training_set.num_samples,
+        num_classes=len(training_set.classes),
+        source=source,
+        num_dev=num_dev,
+        num_shards=sum(len(part.shard_lengths) for part in parts),
+        num_val=num_val,
+    )
+
+
+def _share(data: DataSettings) -> str:
+    if data.first_percent == 100:
+        return ""
+    return f"data.first_percent={data.first_percent:g} of "
+
+
 def _missing_part(data: DataSettings) -> tuple[str, str] | None:
-    """(key, path) of the first folder without shards here."""
-    parts = {"data.path": data.path}
-    parts |= {
-        f"data.mixture[{i}].path": part.path for i, part in enumerate(data.mixture)
-    }
-    for key, path in parts.items():
+    """Return (key, path) of the first folder without shards here, or None."""
+    paths = {"data.path": data.path}
+    for number, part in enumerate(data.mixture):
+        paths[f"data.mixture[{number}].path"] = part.path
+
+    for key, path in paths.items():
         folder = location_of(path)
+        # Whether a URL has shards shows when it is opened.
         if isinstance(folder, Path) and not (folder / MANIFEST_NAME).exists():
             return key, path
     return None
@@ -177,6 +192,7 @@ def _missing_part(data: DataSettings) -> tuple[str, str] | None:
 
 def check_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> None:
     """Raise UserError for a job whose training images are unknown or lack what it needs."""
+    # Neither an index nor the settings say how many there are.
     if facts.num_samples is None:
         where, path = _missing_part(run.data) or ("data.path", run.data.path)
         raise UserError(
@@ -185,8 +201,11 @@ def check_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> None:
             next_step="make them with vitscale prepare shards, correct the path, or set "
             "data.planned_num_samples if only the nodes see the folder",
         )
+
+    # Here the shards are known, and with them the labels that the objective may need.
     if facts.num_classes is not None:
         check_objective(run.make_objective(), run, num_classes=facts.num_classes)
+
     # Raises if the warm-up is longer than the run.
     for nodes in {run.launch.node_counts[-1], run.launch.node_counts[0]}:
         known_plan(run, facts, nodes=nodes)
@@ -194,42 +213,62 @@ def check_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> None:
 
 def describe(run: LaunchableRun) -> str:
     """The settings that are not the defaults, and the plan."""
+    # Links may have passwords in them.
     values = run.model_dump(mode="json", exclude_defaults=True)
     settings = [f"{key}: {redact(yaml_flow(value))}" for key, value in values.items()]
+
     rows = list(_rows(run))
     width = max(len(name) for name, _ in rows)
     plan = [f"{name:<{width}}  {value}" for name, value in rows]
+
     return "\n".join(["# Run", f"stage: {run.stage}", *settings, "", "# Plan", *plan])
 
 
 def batch_script(run: LaunchableRun) -> str:
     """The batch script of the run's job. Writes nothing and needs no SLURM."""
     folder = job_folder(run, cluster="slurm")
+
+    # Its name follows from the code, so it is known before it is written.
+    code = None
+    if run.launch.snapshot:
+        code = folder / folder_name(read_code())
+
+    # Each task of a data preparation has a record of its own.
+    run_folder = None
+    if not isinstance(run, DataPrepRun):
+        run_folder = str(folder.parent)
+
     return sbatch_text(
         resources(run),
         name=run_name(run),
         folder=folder,
-        code=folder / folder_name(read_code()) if run.launch.snapshot else None,
-        run_folder=None if isinstance(run, DataPrepRun) else str(folder.parent),
+        code=code,
+        run_folder=run_folder,
     )
 
 
 def _rows(run: LaunchableRun) -> Rows:
     if isinstance(run, DataPrepRun):
         return _data_prep_rows(run)
-    return _evaluation_rows(run) if isinstance(run, EvaluateRun) else plan_rows(run)
+    if isinstance(run, EvaluateRun):
+        return _evaluation_rows(run)
+    return plan_rows(run)
 
 
 def _evaluation_rows(run: EvaluateRun) -> Rows:
     yield "model", run.init
     yield "data", f"split {run.data.val_split!r} of {run.data.path}"
-    yield "evaluation", ", ".join(each.name for each in run.evaluate)
+    yield "evaluation", ", ".join(evaluation.name for evaluation in run.evaluate)
 
 
 def _data_prep_rows(run: DataPrepRun) -> Rows:
-    launch = run.launch
     yield "images", run.source.path
-    yield "shards" if run.script == "make_shards" else "index", run.output
+    output = "index"
+    if run.script == "make_shards":
+        output = "shards"
+    yield output, run.output
+
+    launch = run.launch
     cores = launch.num_tasks * launch.cpus_per_task
     size = f"{launch.num_tasks:,} task(s) x {launch.cpus_per_task} core(s) = {cores:,} core(s)"
     if launch.num_tasks > 1:
@@ -240,40 +279,49 @@ def _data_prep_rows(run: DataPrepRun) -> Rows:
 def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     """(name, value) of every derived quantity. Unknown ones name the missing setting."""
     facts = data_facts(run)
-    count = (
-        "unknown number of" if facts.num_samples is None else f"{facts.num_samples:,}"
-    )
-    unlabelled = " without labels" if facts.num_classes == 0 else ""
-    held_out = f" without {facts.num_dev:,} held out" if facts.num_dev else ""
-    yield "data", f"{count} training images{unlabelled}{held_out}, from {facts.source}"
+    data = "unknown number of training images"
+    if facts.num_samples is not None:
+        data = f"{facts.num_samples:,} training images"
+    if facts.num_classes == 0:
+        data += " without labels"
+    if facts.num_dev:
+        data += f" without {facts.num_dev:,} held out"
+    yield "data", f"{data}, from {facts.source}"
     yield "objective", "; ".join([run.objective.name, *run.make_objective().notes()])
     yield "evaluation", _evaluation_text(run, facts)
-    counts, usable = run.launch.node_counts, usable_nodes(run)
-    plan = known_plan(run, facts, nodes=counts[-1])
-    if len(counts) > 1:
-        how = f"{counts[0]} to {counts[-1]}, as many as are free at each start"
-        if len(usable) < len(counts):
-            used = ", ".join(map(str, usable))
-            how += f"; used: {used} (the global batch divides over these)"
-        yield "nodes", how
-    if plan is None:
-        yield (
-            "schedule",
-            "unknown: epochs need a number of images (data.planned_num_samples)",
+
+    # SLURM decides at each start; the ranks then use as many nodes as the batch divides over.
+    node_counts = run.launch.node_counts
+    usable = usable_nodes(run)
+    if len(node_counts) > 1:
+        nodes = (
+            f"{node_counts[0]} to {node_counts[-1]}, as many as are free at each start"
         )
+        if len(usable) < len(node_counts):
+            used = ", ".join(map(str, usable))
+            nodes += f"; used: {used} (the global batch divides over these)"
+        yield "nodes", nodes
+
+    # Of these rows, only the equation of the batch depends on the number of nodes.
+    plan = known_plan(run, facts, nodes=node_counts[-1])
+    if plan is None:
+        schedule = "unknown: epochs need a number of images (data.planned_num_samples)"
+        yield "schedule", schedule
     else:
         yield from _schedule_rows(run, facts, plan)
+
     num_classes = planned_classes(run, facts)
     if num_classes is None:
         yield "model", "unknown: make the shards, or set model.num_classes"
     else:
         # On the fewest nodes a process needs the most memory.
-        fewest = known_plan(run, facts, nodes=counts[0])
+        fewest = known_plan(run, facts, nodes=node_counts[0])
         yield from _cost_rows(run, fewest, num_classes=num_classes)
 
 
 def planned_classes(run: PretrainRun | FinetuneRun, facts: DataFacts) -> int | None:
     """Classes of the head, 0 without one; None while neither the run nor the data says."""
+    # Classes of the data do not matter to an objective without labels.
     if not run.make_objective().trains_classifier:
         return 0
     return run.model.num_classes or facts.num_classes
@@ -295,61 +343,77 @@ def _evaluation_text(run: PretrainRun | FinetuneRun, facts: DataFacts) -> str:
         return "none"
     if run.data.evaluated is None:
         return "none, because data.val_split is null"
-    each = [
-        f"{evaluation.name} every {evaluation.every_steps:,} steps"
-        if evaluation.every_steps
-        else evaluation.name
-        for evaluation in evaluations
-    ]
-    count = f" ({facts.num_dev:,} images)" if facts.num_dev else ""
-    return f"{', '.join(each)}; all after the last step, on {run.data.evaluated}{count}"
+
+    # Each evaluation has an interval of its own.
+    names = []
+    for evaluation in evaluations:
+        name = evaluation.name
+        if evaluation.every_steps:
+            name += f" every {evaluation.every_steps:,} steps"
+        names.append(name)
+    text = f"{', '.join(names)}; all after the last step, on {run.data.evaluated}"
+    if facts.num_dev:
+        text += f" ({facts.num_dev:,} images)"
+    return text
 
 
 def _schedule_rows(run: TrainingRun, facts: DataFacts, plan: TrainingPlan) -> Rows:
     yield "batch", plan.equation
+
     images = plan.total_steps * plan.global_batch
-    epochs = f" = {images / facts.num_samples:.4g} epochs" if facts.num_samples else ""
-    yield "steps", f"{plan.total_steps:,} steps, {images:,} images{epochs}"
+    steps = f"{plan.total_steps:,} steps, {images:,} images"
+    if facts.num_samples:
+        steps += f" = {images / facts.num_samples:.4g} epochs"
+    yield "steps", steps
+
+    # The rate in the order in which it changes: warm-up, decay, and what ends it.
+    schedule = run.schedule
     rate = f"0 to {run.optim.lr:g} over {plan.warmup_steps:,} warm-up steps, then "
-    rate += run.schedule.decay
-    if run.schedule.drops_at:
-        steps = (math.ceil(share * plan.total_steps) for share in run.schedule.drops_at)
-        rate += f" to a tenth at steps {', '.join(f'{step:,}' for step in steps)}"
+    rate += schedule.decay
+    if schedule.drops_at:
+        drops = [math.ceil(share * plan.total_steps) for share in schedule.drops_at]
+        rate += f" to a tenth at steps {', '.join(f'{step:,}' for step in drops)}"
     elif plan.cooldown_steps:
-        rate += (
-            f" until step {plan.total_steps - plan.cooldown_steps:,}, then cooled down"
-        )
-    if run.schedule.decay not in ("constant", "drops") or plan.cooldown_steps:
-        rate += f" to {run.schedule.final_lr:g} at step {plan.total_steps:,}"
+        cooldown_start = plan.total_steps - plan.cooldown_steps
+        rate += f" until step {cooldown_start:,}, then cooled down"
+    if schedule.decay not in ("constant", "drops") or plan.cooldown_steps:
+        rate += f" to {schedule.final_lr:g} at step {plan.total_steps:,}"
     yield "learning rate", rate
 
 
 def _cost_rows(
     run: PretrainRun | FinetuneRun, plan: TrainingPlan | None, *, num_classes: int
 ) -> Rows:
-    objective, arch = run.make_objective(), run.model.resolved(num_classes=num_classes)
-    classes = f"{num_classes:,} classes" if num_classes else "no classes"
+    objective = run.make_objective()
+    arch = run.model.resolved(num_classes=num_classes)
+    summary = f"{arch.summary}, no classes"
+    if num_classes:
+        summary = f"{arch.summary}, {num_classes:,} classes"
+
+    # A model of timm is counted when it is built, which needs torch.
     if MODELS[arch.name].costs is None:
-        yield (
-            "model",
-            f"{arch.summary}, {classes}; its costs are known when it is built",
-        )
+        yield "model", f"{summary}; its costs are known when it is built"
         return
-    yield (
-        "model",
-        f"{objective.num_parameters(arch):,} parameters, {arch.summary}, {classes}",
-    )
+    yield "model", f"{objective.num_parameters(arch):,} parameters, {summary}"
+
     flops = objective.train_flops_per_image(arch)
-    each = f"{flops / 1e9:,.1f} GFLOPs per training image"
+    compute = f"{flops / 1e9:,.1f} GFLOPs per training image"
     if plan is None:
-        yield "compute", each
+        yield "compute", compute
         yield "memory", "unknown without a plan"
         return
-    spent = flops * plan.global_batch * plan.total_steps
-    yield "compute", f"{each}, {spent:.3g} FLOPs for the whole run"
+    total_flops = flops * plan.global_batch * plan.total_steps
+    yield "compute", f"{compute}, {total_flops:.3g} FLOPs for the whole run"
+
+    # The login node may have no GPU, so what the job asks for decides.
+    device = "process"
+    auto_precision = "fp32"
+    if run.launch.gpus_per_node:
+        device = "GPU"
+        auto_precision = "bf16"
     precision: str = run.engine.precision
     if precision == "auto":
-        precision = "bf16" if run.launch.gpus_per_node else "fp32"
+        precision = auto_precision
     memory = memory_estimate(
         arch,
         zero_stage=run.engine.zero_stage,
@@ -363,14 +427,12 @@ def _cost_rows(
     )
     sizes = asdict(memory).items()
     parts = " + ".join(f"{size / GIB:.2f} GiB {name}" for name, size in sizes)
-    kind = "GPU" if run.launch.gpus_per_node else "process"
-    yield f"memory per {kind}", f"{memory.total / GIB:.2f} GiB = {parts}"
-    on = (
-        f"on {run.launch.node_counts[0]} nodes, "
-        if len(run.launch.node_counts) > 1
-        else ""
-    )
-    yield "", f"({on}ZeRO {run.engine.zero_stage}, {precision}; estimate without slack)"
+    yield f"memory per {device}", f"{memory.total / GIB:.2f} GiB = {parts}"
+
+    conditions = f"ZeRO {run.engine.zero_stage}, {precision}; estimate without slack"
+    if len(run.launch.node_counts) > 1:
+        conditions = f"on {run.launch.node_counts[0]} nodes, {conditions}"
+    yield "", f"({conditions})"
 
 
 # ---- checks -----------------------------------------------------------------------------------
@@ -390,14 +452,18 @@ def caught(name: str, check: Iterable[Check]) -> list[Check]:
     """The rows of a check, and one for each error that it raises."""
     rows: list[Check] = []
     try:
+        # Rows that came before an error are kept.
         rows.extend(check)
     except UserError as error:
-        for each in error.errors if isinstance(error, UserErrors) else (error,):
-            detail = f"{each.where}: {each.what}" if each.where else each.what
-            if each.allowed:
-                detail += f"; allowed: {each.allowed}"
-            step = each.next_step or ""
-            rows.append(Check(name, "error", detail, step, each))
+        # One error may stand for several.
+        for problem in getattr(error, "errors", [error]):
+            detail = problem.what
+            if problem.where:
+                detail = f"{problem.where}: {detail}"
+            if problem.allowed:
+                detail += f"; allowed: {problem.allowed}"
+            next_step = problem.next_step or ""
+            rows.append(Check(name, "error", detail, next_step, problem))
     return rows
 
 
@@ -406,8 +472,10 @@ def refuse_or_warn(checks: Sequence[Check], *, leave_out: Container[str] = ()) -
 
     leave_out: checks whose warnings are not printed.
     """
-    if errors := [check.error for check in checks if check.error is not None]:
+    errors = [check.error for check in checks if check.error is not None]
+    if errors:
         raise UserErrors(errors)
+
     for check in checks:
         if check.result == "warning" and check.name not in leave_out:
             text = f"warning: {check.name}: {check.detail}\n  next: {check.next_step}"
@@ -419,14 +487,20 @@ def as_table(checks: Sequence[Check]) -> str:
     rows = [("check", "result", "detail")]
     previous = ""
     for check in checks:
-        name = "" if check.name == previous else check.name
+        # The name stands at the first of its rows alone.
+        name = check.name
+        if name == previous:
+            name = ""
+        previous = check.name
         rows.append((name, check.result, " ".join(check.detail.split())))
         if check.next_step:
             rows.append(("", "", f"next: {check.next_step}"))
-        previous = check.name
-    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+
+    name_width = max(len(name) for name, _, _ in rows)
+    result_width = max(len(result) for _, result, _ in rows)
     return "\n".join(
-        f"{row[0]:<{first}}  {row[1]:<{second}}  {row[2]}".rstrip() for row in rows
+        f"{name:<{name_width}}  {result:<{result_width}}  {detail}".rstrip()
+        for name, result, detail in rows
     )
 
 
@@ -434,18 +508,21 @@ def slurm_check(script: str) -> list[Check]:
     """Ask SLURM whether it could start a job with this batch script; not on other machines."""
     if shutil.which("sbatch") is None:
         return []
+
+    # As a submission does, without the variables that would outrank the script.
     try:
         with submission_environment(script):
             ask_slurm("sbatch", "--test-only", stdin=script)
     except NoAnswerError as error:
+        detail = f"sbatch --test-only: {error}"
         next_step = "compare the launch section with what sinfo shows"
-        return [
-            Check(
-                "SLURM", "warning", f"sbatch --test-only: {error}", next_step=next_step
-            )
-        ]
-    accepted = Check("SLURM", "ok", "sbatch --test-only accepts the job")
-    return [_time_check(script) or accepted]
+        return [Check("SLURM", "warning", detail, next_step)]
+
+    # The test accepts a job that its partition never starts.
+    warning = _time_check(script)
+    if warning is not None:
+        return [warning]
+    return [Check("SLURM", "ok", "sbatch --test-only accepts the job")]
 
 
 def _time_check(script: str) -> Check | None:
@@ -454,23 +531,28 @@ def _time_check(script: str) -> Check | None:
     SLURM accepts such a job, unless EnforcePartLimits is set, and never starts it.
     """
     (asked,) = re.findall(r"^#SBATCH --time=(\d+)$", script, re.MULTILINE)
-    names = re.findall(r"^#SBATCH --partition=(.+)$", script, re.MULTILINE)
-    chosen = (names or [os.environ.get("SBATCH_PARTITION", "")])[0].split(",")
+    chosen = os.environ.get("SBATCH_PARTITION", "")
+    # The script outranks the site's variable, which is left out then.
+    if named := re.search(r"^#SBATCH --partition=(.+)$", script, re.MULTILINE):
+        chosen = named[1]
     try:
         lines = ask_slurm("scontrol", "--oneliner", "show", "partition").splitlines()
     except NoAnswerError:
         return None
 
+    # Without a choice, the job goes to the default partition.
     limits = {}
     for line in lines:
         fields = fields_of(line)
-        is_default = chosen == [""] and fields.get("Default") == "YES"
-        if is_default or fields.get("PartitionName") in chosen:
+        is_chosen = fields.get("PartitionName") in chosen.split(",")
+        if not chosen:
+            is_chosen = fields.get("Default") == "YES"
+        if is_chosen:
             limits[fields["PartitionName"]] = fields["MaxTime"]
+
     allowed = max(map(minutes_of, limits.values()), default=math.inf)
     if int(asked) <= allowed:
         return None
-
     shown = ", ".join(f"{name} has MaxTime={limit}" for name, limit in limits.items())
     return Check(
         "SLURM",
@@ -484,10 +566,11 @@ def _time_check(script: str) -> Check | None:
 
 def minutes_of(limit: str) -> float:
     """Whole minutes in a limit of SLURM's, such as 2-12:30:00; infinite for UNLIMITED."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):\d+", limit)
-    if found is None:
+    parts = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):\d+", limit)
+    if parts is None:
         return math.inf
-    days, hours, minutes = (int(part or 0) for part in found.groups())
+    # SLURM leaves the days out where there are none.
+    days, hours, minutes = (int(part or 0) for part in parts.groups())
     return (days * 24 + hours) * 60 + minutes
 
 
@@ -496,26 +579,30 @@ def run_checks(run: LaunchableRun, *, known: KnownFacts | None = None) -> list[C
 
     known: what the checks of other runs have counted, and this one adds to.
     """
-    launch = run.launch
     if isinstance(run, DataPrepRun):
-        rows = [
-            Check("configuration", "ok", f"{run.stage}, {launch.num_tasks} task(s)")
-        ]
-        images = location_of(run.source.path)
-        if isinstance(images, Path) and not images.exists():
-            next_step = "correct source.path, unless only the nodes see it"
-            rows.append(
-                Check("images", "warning", f"{images} does not exist here", next_step)
-            )
-        return rows
-    rows = [Check("configuration", "ok", f"{run.stage}, {launch.num_ranks} task(s)")]
+        return list(_data_prep_checks(run))
+
+    size = f"{run.stage}, {run.launch.num_ranks} task(s)"
+    rows = [Check("configuration", "ok", size)]
     if isinstance(run, EvaluateRun):
         return rows + caught("data", _evaluation_data(run))
+
+    # Weights that a run starts from, or learns from.
     files = {"init": getattr(run, "init", None)}
     if teacher := getattr(run.objective, "teacher", None):
         files["objective.teacher.weights"] = teacher.weights
     rows += [_weights(key, file) for key, file in files.items() if file]
+
     return rows + caught("data", _training_checks(run, known))
+
+
+def _data_prep_checks(run: DataPrepRun) -> Iterator[Check]:
+    size = f"{run.stage}, {run.launch.num_tasks} task(s)"
+    yield Check("configuration", "ok", size)
+    images = location_of(run.source.path)
+    if isinstance(images, Path) and not images.exists():
+        next_step = "correct source.path, unless only the nodes see it"
+        yield Check("images", "warning", f"{images} does not exist here", next_step)
 
 
 def _evaluation_data(run: EvaluateRun) -> Iterator[Check]:
@@ -534,32 +621,37 @@ def _training_checks(
     yield _training_data(run, facts)
     yield from _loader(run, facts)
     yield from _micro_batches(run, facts)
+    # The error of the disk has a row of its own beside those of the data.
     yield from caught("disk", _disk(run, facts))
 
 
 def _training_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Check:
     """Counts of the samples and shards. Raises UserError for what is missing or damaged."""
     data = run.data
+    split = data.train_split
     if data.is_streamed:
-        tars = tars_of_split(
-            Path(data.path), data.train_split, where="data.train_split"
-        )
+        tars = tars_of_split(Path(data.path), split, where="data.train_split")
+        # Every number of nodes that the job may start with has to have tars for its ranks.
         for nodes in usable_nodes(run):
             num_ranks = nodes * run.launch.tasks_per_node
             check_shares(len(tars), num_ranks=num_ranks, num_workers=data.num_workers)
-        found = f"{data.train_split}: {len(tars):,} tars; no index: inexact resume"
-        return Check("data", "ok", found)
+        detail = f"{split}: {len(tars):,} tars; no index: inexact resume"
+        return Check("data", "ok", detail)
+
+    # The shards are not here, so the number is that of the settings.
     if facts.num_shards is None:
-        found = f"no {MANIFEST_NAME} in {data.path} here; assumed: {facts.num_samples:,} samples"
+        detail = f"no {MANIFEST_NAME} in {data.path} here; assumed: {facts.num_samples:,} samples"
         next_step = "none if only the nodes see the folder: the job checks it"
-        return Check("data", "warning", found, next_step)
-    found = f"{data.train_split}: {facts.num_samples:,} samples in {facts.num_shards:,} shards"
+        return Check("data", "warning", detail, next_step)
+
+    detail = f"{split}: {facts.num_samples:,} samples in {facts.num_shards:,} shards"
     if facts.num_val is not None:
-        found += f"; {data.val_split}: {facts.num_val:,} samples"
-    return Check("data", "ok", f"{found}; as in the manifest")
+        detail += f"; {data.val_split}: {facts.num_val:,} samples"
+    return Check("data", "ok", f"{detail}; as in the manifest")
 
 
 def _weights(key: str, file: str) -> Check:
+    # Weights on a hub are fetched when they are needed.
     if file.startswith("hf://") or Path(file).exists():
         return Check("weights", "ok", file)
     next_step = f"correct {key}=, unless another job writes it before this one starts"
@@ -567,79 +659,97 @@ def _weights(key: str, file: str) -> Check:
 
 
 def _loader(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:
-    """Shards and samples of each loader process, and cores for all processes."""
-    workers, samples = run.data.num_workers, facts.num_samples or 0
+    """Check shards and samples of each loader process, and cores for all processes."""
+    num_workers = run.data.num_workers
     num_ranks = run.launch.num_ranks
-    processes = num_ranks * max(1, workers)
-    each = f"{num_ranks} rank(s) x {max(1, workers)} loader process(es)"
+    # Without workers the rank itself loads.
+    per_rank = max(1, num_workers)
+    processes = num_ranks * per_rank
+    readers = f"{num_ranks} rank(s) x {per_rank} loader process(es)"
+
+    num_samples = facts.num_samples or 0
     num_shards = facts.num_shards
-    if samples < run.data.global_batch:
-        text = (
-            f"{samples:,} samples are less than one batch of {run.data.global_batch:,}"
-        )
+    if num_samples < run.data.global_batch:
+        detail = f"{num_samples:,} samples are less than one batch of {run.data.global_batch:,}"
         next_step = "lower data.global_batch, or use more samples"
-        yield Check("loader", "warning", text, next_step)
+        yield Check("loader", "warning", detail, next_step)
     elif num_shards is not None and num_shards < processes:
-        text = f"{num_shards:,} shards for {each}: several processes read one file at a time"
+        detail = f"{num_shards:,} shards for {readers}: several processes read one file at a time"
         next_step = (
             "make more shards (shards.min_shards) if the storage is slow at this"
         )
-        yield Check("loader", "warning", text, next_step)
+        yield Check("loader", "warning", detail, next_step)
     else:
-        shards = (
-            "" if num_shards is None else f"{num_shards / processes:,.1f} shards and "
-        )
-        text = f"{shards}{samples / processes:,.0f} samples for each of {each}"
-        yield Check("loader", "ok", text)
-    needed, cpus = 1 + workers, run.launch.cpus_per_task
-    text = f"for 1 training and {workers} loader process(es)"
-    if cpus < needed:
+        detail = f"{num_samples / processes:,.0f} samples for each of {readers}"
+        if num_shards is not None:
+            detail = f"{num_shards / processes:,.1f} shards and {detail}"
+        yield Check("loader", "ok", detail)
+
+    # A rank that shares its core with its loader waits for it.
+    cores = run.launch.cpus_per_task
+    needed = 1 + num_workers
+    purpose = f"for 1 training and {num_workers} loader process(es)"
+    if cores < needed:
         next_step = f"launch.cpus_per_task={needed}, or fewer data.num_workers"
-        yield Check("cores", "warning", f"{cpus} core(s) per task {text}", next_step)
+        detail = f"{cores} core(s) per task {purpose}"
+        yield Check("cores", "warning", detail, next_step)
     else:
-        yield Check("cores", "ok", f"{cpus} per task {text}")
+        yield Check("cores", "ok", f"{cores} per task {purpose}")
 
 
 def _micro_batches(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:
-    """Numbers of nodes on which each rank's share has to be divided into small micro-batches."""
-    plans = {nodes: known_plan(run, facts, nodes=nodes) for nodes in usable_nodes(run)}
-    advice = {
-        nodes: plan.advice for nodes, plan in plans.items() if plan and plan.advice
-    }
+    """Warn of numbers of nodes on which a rank's share falls into small micro-batches."""
+    advice = {}
+    for nodes in usable_nodes(run):
+        plan = known_plan(run, facts, nodes=nodes)
+        if plan is not None and plan.advice:
+            advice[nodes] = plan.advice
     if not advice:
         return
+
+    # One text is enough: the others differ in numbers alone.
     nodes, *others = advice
-    more = (
-        f" (it is small on {', '.join(map(str, others))} nodes, too)" if others else ""
-    )
+    detail = advice[nodes]
+    if others:
+        detail += f" (it is small on {', '.join(map(str, others))} nodes, too)"
     next_step = "change data.global_batch, or the number of ranks"
-    yield Check("micro-batch", "warning", f"{advice[nodes]}{more}", next_step)
+    yield Check("micro-batch", "warning", detail, next_step)
 
 
 def _disk(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:
-    """Room for two checkpoints: a new one is complete before an old one is removed."""
+    """Check the room for two checkpoints: a new one is complete before an old one is removed."""
     num_classes = planned_classes(run, facts)
+    # The size of the model is not known yet.
     if num_classes is None or MODELS[run.model.name].costs is None:
         return
+
+    # Training makes the folders that are missing, so the first that exists has to take them.
     folder = Path(run.folder).absolute()
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(
-            f"cannot write to {there}",
+            f"cannot write to {parent}",
             where="output",
             next_step="choose another output",
         )
+
     # Weights in fp32, optimiser states, and the average of the weights.
-    each = 4 + run.optim.state_bytes_per_parameter + (4 if run.optim.ema else 0)
+    bytes_per_parameter = 4 + run.optim.state_bytes_per_parameter
+    if run.optim.ema:
+        bytes_per_parameter += 4
     arch = run.model.resolved(num_classes=num_classes)
-    checkpoint = run.make_objective().num_parameters(arch) * each
-    num_there = min(1, len(step_folders(folder / "checkpoints")))
-    free, needed = shutil.disk_usage(there).free, (2 - num_there) * checkpoint
-    text = f"a checkpoint has {format_size(checkpoint)}; {format_size(free)} free in {there}"
+    checkpoint = run.make_objective().num_parameters(arch) * bytes_per_parameter
+
+    # A run that resumes has one already.
+    needed = 2 * checkpoint
+    if step_folders(folder / "checkpoints"):
+        needed = checkpoint
+    free = shutil.disk_usage(parent).free
+    detail = f"a checkpoint has {format_size(checkpoint)}; {format_size(free)} free in {parent}"
     if free < needed:
         raise UserError(
-            f"{text}; {format_size(needed)} needed",
+            f"{detail}; {format_size(needed)} needed",
             where="output",
             next_step="free some space, or choose another output",
         )
-    yield Check("disk", "ok", text)
+    yield Check("disk", "ok", detail)

@@ -20,7 +20,7 @@ from launch.comparison.report import tables, write_csv, write_json
 from launch.comparison.runs import ComparedRun, load_runs
 from launch.comparison.sync import final_status, sync
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
-from launch.jobs.states import read_state
+from launch.jobs.run_states import read_state
 from pretrain.run import PretrainRun
 from tests.support.run_folders import logged_run
 from tests.support.tables import refused, rows

@@ -17,14 +17,9 @@ from launch.jobs import queue
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
 from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, requeue, user_jobs
 from launch.jobs.reasons import how_it_ended, why_it_waits
-from launch.jobs.states import (
-    RunState,
-    as_text,
-    find_runs,
-    jobs_for,
-    line_of,
-    read_state,
-)
+from launch.jobs.run_folders import find_runs
+from launch.jobs.run_states import RunState, jobs_for, read_state
+from launch.jobs.status_text import as_text, line_of
 from tests.support.levels import skip_or_fail
 from tests.support.run_folders import logged_run
 from tests.support.tables import every, lines, refused, rows

@@ -72,9 +72,9 @@ code=${PIPESTATUS[0]}
 # Its sleep, and then itself: TERM is ignored here.
 pkill -KILL -P "$watcher"
 kill -KILL "$watcher" 2> /dev/null
-next=$(PYTHON -u -m launch.jobs.after FOLDER/runs/small --signal-delay 120 --max-requeues 9 --script "$0" --job "$job" --code "$code" < "$srun_errors")
+next=$(PYTHON -u -m launch.jobs.requeue_decision FOLDER/runs/small --signal-delay 120 --max-requeues 9 --script "$0" --job "$job" --code "$code" < "$srun_errors")
 [ ! -f "$srun_errors" ] || rm "$srun_errors"
-# Without Python on this node: a line for each start in a row, as `after` would decide.
+# Without Python on this node: a line for each start in a row, as `requeue_decision` would do.
 failed=FOLDER/runs/small/slurm/$SLURM_JOB_ID/"$job".failed_starts
 [ -z "$next" ] || { rm -f "$failed"; exit "$next"; }
 [ "$code" != 0 ] || exit 0

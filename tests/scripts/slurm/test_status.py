@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.queue import user_jobs
-from launch.jobs.states import RunState, line_of, read_state
+from launch.jobs.run_states import RunState, read_state
+from launch.jobs.status_text import line_of
 from tests.scripts.slurm.conftest import SlurmCluster, slurm_cluster
 from tests.support.waiting import PATIENCE_S, ROOT, wait_until
 from vitscale.runs.launching import LaunchSettings

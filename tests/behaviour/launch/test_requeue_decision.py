@@ -10,14 +10,6 @@ from pathlib import Path
 
 import yaml
 
-from launch.jobs import after
-from launch.jobs.after import (
-    blamed_node,
-    classify,
-    restart_refusal,
-    storage_refusal,
-    wait_for_storage,
-)
 from launch.jobs.attempts import (
     Attempt,
     Ending,
@@ -26,7 +18,14 @@ from launch.jobs.attempts import (
     end_attempt,
     read_attempts,
 )
-from launch.jobs.states import format_size
+from launch.jobs.requeue_decision import (
+    blamed_node,
+    classify,
+    restart_refusal,
+    storage_refusal,
+    wait_for_storage,
+)
+from launch.jobs.status_text import format_size
 from tests.support.tables import every, rows
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.events import (
@@ -173,7 +172,9 @@ def test_a_node_without_python_is_blamed(tmp_path, log, code, last, why):
 
 
 def test_a_task_that_was_not_launched_is_blamed(tmp_path, monkeypatch):
-    monkeypatch.setattr(after, "ask_slurm", lambda *_: "n1\nn2\nn3\n")
+    monkeypatch.setattr(
+        "launch.jobs.requeue_decision.ask_slurm", lambda *_: "n1\nn2\nn3\n"
+    )
     for name, value in {"SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"}.items():
         monkeypatch.setenv(name, value)
     why = "launch failed: Slurmd could not connect IO"
@@ -328,8 +329,8 @@ def test_storage_is_waited_for(tmp_path, monkeypatch, capsys):
         if len(pauses) == 3:
             folder.mkdir()
 
-    monkeypatch.setattr(after.time, "sleep", sleep)
-    monkeypatch.setattr(after.time, "time", lambda: sum(pauses))
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "time", lambda: sum(pauses))
     wait_for_storage(folder, until=time.time() + 60)
     assert len(pauses) == 3
     assert not list(folder.iterdir())

@@ -1,0 +1,107 @@
+"""Find run folders by the names that people give, and the log of a run.
+
+Owns: where runs are, and what makes a folder that of a run.
+Leaves out: the state of a run (`run_states`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from shlex import quote
+
+from vitscale.config.errors import UserError, UserErrors, did_you_mean
+from vitscale.tracking.journal import JOURNAL_NAME
+from vitscale.tracking.mlflow_sync import ARTIFACTS_FOLDER
+
+RUNS_FOLDER = Path("runs")
+# runs/CHAIN/STAGE/RUN
+MAX_DEPTH = 3
+RUN_FILES = ("config.yaml", JOURNAL_NAME)
+# All that a run has that was submitted, or started, and has not trained yet.
+JOB_FOLDERS = ("slurm", "local")
+
+
+def find_runs(names: Sequence[str]) -> list[Path]:
+    """The run folders of each name: itself, or all below it; without names all below runs/.
+
+    Raises UserErrors for every name that means none.
+    """
+    folders: list[Path] = []
+    errors = []
+    for name in map(os.path.expanduser, names or [str(RUNS_FOLDER)]):
+        # A run may have the name of a folder of the code, such as "pretrain".
+        places = [path for path in (Path(name), RUNS_FOLDER / name) if path.is_dir()]
+        runs: list[Path] = []
+        try:
+            # The first place that has any counts.
+            for path in places:
+                runs = runs or _runs_below(path)
+        except PermissionError as error:
+            errors.append(_not_readable(error))
+            continue
+        folders += runs
+        if not runs:
+            errors.append(_no_run(name, places))
+
+    if errors:
+        raise UserErrors(errors)
+    # Names may overlap.
+    return list(dict.fromkeys(folders))
+
+
+def _no_run(name: str, places: Sequence[Path]) -> UserError:
+    what = f"no such run: {name}"
+    if places:
+        what = f"no run folder in {places[0]}"
+    known = [str(path.relative_to(RUNS_FOLDER)) for path in _runs_below(RUNS_FOLDER)]
+    advice = "change to the folder that you started the run from, or name its output"
+    return UserError(
+        what,
+        where="RUN",
+        allowed=f"a run folder, one with runs, or one of: {', '.join(known[:20])}",
+        next_step=did_you_mean(Path(name).name, known, advice),
+    )
+
+
+def _not_readable(error: PermissionError) -> UserError:
+    """The error for a run of somebody else."""
+    path = Path(str(error.filename))
+    return UserError(
+        "cannot be read: a run folder is for its owner alone, unless the owner shares it",
+        where=str(path),
+        next_step=f"ask its owner for: chmod -R g+rX {quote(str(path.parent))}",
+    )
+
+
+def _runs_below(folder: Path, *, depth: int = MAX_DEPTH) -> list[Path]:
+    """Return the folder if it is a run, else those in it."""
+    if any((folder / name).is_file() for name in RUN_FILES):
+        return [folder]
+
+    runs: list[Path] = []
+    if depth and folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            # Copies of config.yaml are among the artifacts.
+            if path.is_dir() and path.name not in (*JOB_FOLDERS, ARTIFACTS_FOLDER):
+                runs += _runs_below(path, depth=depth - 1)
+    if not runs and any((folder / name).is_dir() for name in JOB_FOLDERS):
+        runs.append(folder)
+    return runs
+
+
+def newest_log(folder: Path) -> Path | None:
+    """The log of rank 0 that was written to last."""
+    logs = [
+        path for name in JOB_FOLDERS for path in folder.glob(f"{name}/*/*_0_log.out")
+    ]
+    return max(logs, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def shown_folder(folder: Path) -> str:
+    """The path, relative to the current folder where it is inside."""
+    path = folder.absolute()
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return str(path)
