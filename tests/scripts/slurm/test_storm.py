@@ -135,7 +135,7 @@ batch_script_killed:
     kill -KILL $batch
 after_killed:
     kill -KILL {rank}
-    until pkill -KILL -f 'jobs.afte[r] {run} '; do sleep .1; done
+    until pkill -KILL -f 'jobs.requeue_decisio[n] {run} '; do sleep .1; done
 slurmstepd_and_a_rank_killed:
     kill -KILL $(ps -o ppid= -p {rank}) {rank}
 rank_out_of_memory:
