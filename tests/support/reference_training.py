@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.tables import Values
 
 # Takes normalised pixels in fp32 and a function that runs the model on them.
 Loss = Callable[[Callable[..., Any], torch.Tensor, "Sample"], torch.Tensor]
@@ -238,7 +237,7 @@ def _updated(
     name: str,
     w: torch.Tensor,
     g: torch.Tensor,
-    state: Values,
+    state: dict[str, Any],
     step: int,
     recipe: Recipe,
 ) -> torch.Tensor:
