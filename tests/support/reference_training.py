@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-
 # Takes normalised pixels in fp32 and a function that runs the model on them.
 Loss = Callable[[Callable[..., Any], torch.Tensor, "Sample"], torch.Tensor]
 TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token")
