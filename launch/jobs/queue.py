@@ -385,8 +385,12 @@ def reachable_address(node: str) -> str:
     with suppress(OSError):
         socket.getaddrinfo(node, None)
         return node
+    # The controller may be away just now. With a name that does not resolve, ranks would look for
+    # one another for half an hour.
+    command = ("scontrol", "--oneliner", "show", "node", node)
+    _insist(*command, seconds=REQUEUE_SECONDS)
     with suppress(NoAnswerError):
-        shown = ask_slurm("scontrol", "--oneliner", "show", "node", node)
-        if found := re.search(r"\bNodeAddr=(\S+)", shown):
-            return found[1]
+        address = re.search(r"\bNodeAddr=(\S+)", ask_slurm(*command))
+        if address is not None:
+            return address[1]
     return node  # torch then reports that the name does not resolve

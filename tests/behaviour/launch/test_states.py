@@ -658,3 +658,18 @@ def test_slurm_is_asked_only_for_runs_without_an_end(
         os.utime(script, (moment, moment))
     load_runs([str(folder), str(logged_run(tmp_path / "local"))], uri=None)
     assert Path(f"{squeue}.env").exists() == (asks == "yes")
+
+
+def test_an_address_waits_for_a_controller_that_is_away(monkeypatch):
+    """A name without an address would let all ranks wait for half an hour."""
+    answers = [NoAnswerError("Unable to contact slurm controller")] * 3
+
+    def ask(*command):
+        if answers:
+            raise answers.pop()
+        return f"NodeName={command[-1]} Arch=x86_64 NodeAddr=192.0.2.7 Port=6818"
+
+    monkeypatch.setattr(queue, "ask_slurm", ask)
+    monkeypatch.setattr(queue, "PAUSE_SECONDS", 0)
+    assert queue.reachable_address("n1.invalid") == "192.0.2.7"
+    assert queue.reachable_address("localhost") == "localhost"

@@ -43,7 +43,7 @@ from tests.support.ranks.run_states import differences, read_state
 from tests.support.waiting import ROOT, stacks, wait_until
 from vitscale.tracking.journal import decode
 
-STEPS_OF_A_FAULT, OUTAGE_S = 60, 30
+STEPS_OF_A_FAULT, OUTAGE_S = 90, 30
 STAGES = ("pretrain", "finetune")
 CHAIN = """
 stage: chain
