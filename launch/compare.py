@@ -24,7 +24,9 @@ try:
     )
     from launch.comparison.runs import load_runs, search_runs
     from launch.comparison.sync import sync
+    from launch.comparison.verdict import verdict
     from vitscale.config.errors import UserError, run_script
+    from vitscale.config.redaction import printable
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -84,6 +86,7 @@ def main() -> None:
     else:
         runs = search_runs(arguments.filter, uri=arguments.uri)
     comparison = compare(runs, axis=axis, total=total)
+    print(*map(printable, verdict(comparison)), "", sep="\n")
     print("\n".join(map(plain_text, tables(comparison))))
     for path, write in ((arguments.csv, write_csv), (arguments.json, write_json)):
         if path is not None:

@@ -1,4 +1,7 @@
-"""Compare runs: differing settings; metrics at the end, at equal budgets, at best, by seed."""
+"""Compare runs: differing settings; metrics at the end, at equal budgets, at best, by seed.
+
+Leaves out: which run is better (`verdict`), and how it is shown (`report`, `page`).
+"""
 
 from __future__ import annotations
 
@@ -8,35 +11,22 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from launch.comparison.runs import AXES, ComparedRun
 from vitscale.config.changes import changed_settings, with_effect
 from vitscale.config.errors import UserError
+from vitscale.evaluation.main_metric import direction, preference
+from vitscale.tracking.mlflow_sync import FOLDER_TAG
 
-# Which direction is better, by the suffix of a metric's name.
-BETTER = {
-    "loss": "lower",
-    "error": "lower",
-    "data_wait": "lower",
-    "top1": "higher",
-    "top5": "higher",
-    "accuracy": "higher",
-    "images_per_s": "higher",
-    "mfu": "higher",
-}
-# The metric that decides: the first of these that the most runs have, then any of val, then loss.
-PREFERRED = (
-    "val/top1",
-    "val/knn_top1",
-    "val/linear_top1",
-    "val/class_mean_top1",
-    "val/loss",
-)
+# The metric that decides where no run was evaluated.
 LAST_RESORT = "train/loss"
 # The place of a run in a chain: the chain's name, the stage, and the keys of its sweeps and of its
 # inputs' sweeps.
 CHAIN_TAG = "tracking.tags.chain"
+# A checkpoint in the folder of a run.
+CHECKPOINT = re.compile(r"/checkpoints/[^/]+/?$")
 # Of a path such as runs/pretrain_seed0, in which repetitions differ, too.
 SEED = re.compile(r"seed[-_=]?\d+")
 BUDGET = re.compile(
@@ -44,20 +34,39 @@ BUDGET = re.compile(
 )
 # Relative difference below which two runs are as long as each other.
 SAME = 1e-3
+# A total that went through division may be off by so much.
+ROUNDING = 1e-9
+# What people change first comes first: keys, or beginnings of keys.
+IMPORTANT = """
+    init model.name model.preset model.image_size model.patch_size model.width model.depth model.
+    objective. data.path data.train_split data.first_percent data. optim.name optim.lr optim.
+    schedule. engine.precision engine. seed
+""".split()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """A point to compare at: the total of an axis, and the last logged step of each run there."""
+    """A point to compare at: the total of an axis, which all trainings have reached."""
 
     axis: str
     total: float
-    steps: tuple[int | None, ...]
-    """None for a run that had logged nothing yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A value of a metric, and its step; of an interpolated value the steps on both sides."""
+
+    value: float
+    steps: tuple[int, ...]
+    """Empty where a run has no such value, which is NaN then."""
 
     @property
-    def title(self) -> str:
-        return f"at {self.total:,.5g} {self.axis}"
+    def place(self) -> str:
+        return f"step {' to '.join(f'{step:,}' for step in self.steps)}"
+
+
+NOTHING = Point(math.nan, ())
+Points = tuple[Point, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,31 +79,16 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricLine:
-    """One metric over all runs; None where a run lacks it."""
+    """One metric over all runs."""
 
     key: str
     better: str | None
     """higher or lower; None where that is not known."""
-    final: tuple[float | None, ...]
-    best: tuple[float | None, ...]
-    equal: tuple[float | None, ...]
-    """At `Comparison.budget`; without one, the last values of runs that are equally long."""
-
-    @property
-    def deltas(self) -> tuple[float | None, ...]:
-        """Differences to the first run."""
-        first, *others = self.equal
-        return None, *(
-            None if v is None or first is None else v - first for v in others
-        )
-
-    def change(self, delta: float | None) -> str | None:
-        """better, worse or equal; None for an unknown direction or a delta that is not finite."""
-        if delta is None or self.better is None or not math.isfinite(delta):
-            return None
-        if delta == 0:
-            return "equal"
-        return "better" if (delta > 0) == (self.better == "higher") else "worse"
+    final: Points
+    """The last values."""
+    best: Points
+    equal: Points
+    """At `Comparison.budget`, interpolated between logged values; without a budget, the last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,28 +105,45 @@ class Dependence:
 class Comparison:
     runs: tuple[ComparedRun, ...]
     params: tuple[tuple[str, tuple[str | None, ...]], ...]
-    """Parameters that differ between runs, without those that name a run; of a single run all."""
+    """Parameters that differ between runs, without those that name a run; of a single run all. The
+    important ones are first."""
     num_equal_params: int
     metrics: tuple[MetricLine, ...]
     budget: Budget | None
-    """Point of comparison; None: the end of the runs, which are equally long."""
+    """Where runs are compared at equal cost; None: they are equally long."""
+    is_asked: bool
+    """Whether the user named the budget: then it decides, and not the ends of the runs."""
     seeds: dict[str, tuple[int, ...]]
     """Runs of equal settings with different seeds: name of the group -> places in `runs`."""
+    origins: tuple[int, ...]
+    """Of each run the place of the one that it started from; -1: none that is compared."""
+    rivals: frozenset[int]
+    """The places of the runs that are ranked: trainings that no other one started from, since a
+    pre-training and its fine-tuning are steps of one way. Without any, evaluations."""
+
+    def decisive(self, line: MetricLine) -> Points:
+        """The values of a metric that decide which run is better."""
+        if self.is_asked:
+            return line.equal
+        return line.final
 
     @property
     def deciding(self) -> MetricLine | None:
         """The metric that says which run is best."""
 
-        def place(line: MetricLine) -> tuple[int, int, bool, str]:
-            rank = (
-                PREFERRED.index(line.key) if line.key in PREFERRED else len(PREFERRED)
-            )
-            return -len(_finite(line.equal)), rank, line.better != "higher", line.key
-
-        known = [line for line in self.metrics if line.better and _finite(line.equal)]
+        known = [
+            line for line in self.metrics if line.better and finite(self.decisive(line))
+        ]
         evaluated = [line for line in known if line.key.startswith("val/")]
         trained = [line for line in known if line.key == LAST_RESORT]
-        return min(evaluated or trained, key=place, default=None)
+        return min(
+            evaluated or trained,
+            key=lambda line: (
+                -len(finite(self.decisive(line))),
+                preference(line.key),
+            ),
+            default=None,
+        )
 
 
 def compare(
@@ -140,32 +151,70 @@ def compare(
 ) -> Comparison:
     """Compare runs. Of a single run, all parameters are listed.
 
-    Metrics are compared at `total` of an axis (`AXES`), by default at the largest that all runs
-    have reached; evaluations, which spend nothing, are left out. Without an axis, runs of different
-    lengths are compared at equal steps. Raises UserError if that is not possible.
+    Metrics are also compared at `total` of an axis (`AXES`), by default at the largest that all
+    runs have reached; evaluations, which spend nothing, are left out. Without an axis, rivals of
+    different lengths are compared at equal steps, too. Raises UserError if that is not possible.
     """
+    is_asked = axis is not None
     trainings = [run for run in runs if not run.is_evaluation]
-    if axis is not None:
+    if is_asked:
         runs = trainings or runs
-    elif len({run.steps[-1] for run in trainings}) > 1:
+    origins = [_origin(run, runs) for run in runs]
+    used = {
+        origin
+        for run, origin in zip(runs, origins, strict=True)
+        if not run.is_evaluation
+    }
+    rivals = {
+        place
+        for place, run in enumerate(runs)
+        if place not in used and run.is_evaluation == (not trainings)
+    }
+    lengths = {runs[place].steps[-1] for place in rivals}
+    if axis is None and trainings and len(lengths) > 1:
         axis = "steps"
-    budget = None if axis is None else _equal_budget(runs, axis, total)
+    budget = None
+    if axis is not None:
+        budget = _equal_budget(runs, axis, total)
 
-    keys = sorted({key for run in runs for key in with_effect(run.params, "table")})
-    differing = keys if len(runs) == 1 else sorted(_differing(runs))
-    metric_keys = sorted(
-        {key for run in runs for row in run.rows for key in row.metrics}
-    )
+    # Of a single run nothing differs, so all that it was made with is shown.
+    keys = {key for run in runs for key in with_effect(run.params, "table")}
+    differing = keys
+    if len(runs) > 1:
+        differing = _differing(runs)
+
+    metric_keys = {key for run in runs for row in run.rows for key in row.metrics}
     return Comparison(
         runs=tuple(runs),
         params=tuple(
-            (key, tuple(run.params.get(key) for run in runs)) for key in differing
+            (key, tuple(run.params.get(key) for run in runs))
+            for key in sorted(differing, key=importance)
         ),
         num_equal_params=len(keys) - len(differing),
-        metrics=tuple(_metric_line(key, runs, budget) for key in metric_keys),
+        metrics=tuple(_metric_line(key, runs, budget) for key in sorted(metric_keys)),
         budget=budget,
+        is_asked=is_asked,
         seeds=seed_groups(runs),
+        origins=tuple(origins),
+        rivals=frozenset(rivals),
     )
+
+
+def importance(key: str) -> tuple[int, str]:
+    """Sort key of a setting: what people change first comes first."""
+    places = (place for place, start in enumerate(IMPORTANT) if key.startswith(start))
+    return next(places, len(IMPORTANT)), key
+
+
+def _origin(run: ComparedRun, runs: Sequence[ComparedRun]) -> int:
+    """The place of the run that `init` names, by its folder or by a checkpoint in it; else -1."""
+    # The path was relative to the folder that the training was started in.
+    init = CHECKPOINT.sub("", run.params.get("init", "")).strip("./")
+    for place, other in enumerate(runs):
+        folder = other.tags.get(FOLDER_TAG, "")
+        if init and other is not run and folder.endswith(f"/{init}"):
+            return place
+    return -1
 
 
 def _differing(runs: Sequence[ComparedRun]) -> set[str]:
@@ -176,17 +225,22 @@ def _differing(runs: Sequence[ComparedRun]) -> set[str]:
         first = first_of_kind.setdefault(run.is_evaluation, run)
         differing |= changed_settings(first.params, run.params, purpose="table").keys()
 
-    trained, evaluated = (
-        first_of_kind.get(kind, runs[0]).params for kind in (False, True)
-    )
+    # Between the kinds, only what both of them have can differ.
+    trained = first_of_kind.get(False, runs[0]).params
+    evaluated = first_of_kind.get(True, runs[0]).params
     changed = changed_settings(trained, evaluated, purpose="table")
     return differing | (changed.keys() & trained.keys() & evaluated.keys())
+
+
+# ---- budgets and metrics ----------------------------------------------------------------------
 
 
 def parse_budget(text: str) -> tuple[str, float | None]:
     """Read AXIS or AXIS=TOTAL, as `--at` has it. Raises UserError."""
     found = BUDGET.fullmatch(text)
-    total = None if found is None or found[2] is None else float(found[2])
+    total = None
+    if found is not None and found[2] is not None:
+        total = float(found[2])
     if found is None or total == 0 or (total is not None and not math.isfinite(total)):
         raise UserError(
             f"{text!r} is not a budget",
@@ -208,63 +262,70 @@ def _equal_budget(
                 allowed="samples need data.global_batch; FLOPs need the run folder",
                 next_step="compare at another budget, for example --at steps",
             )
+
     trainings = [run for run in runs if not run.is_evaluation] or runs
     shortest = min(run.totals[axis][-1] for run in trainings)
-    if total is not None and total > shortest * (1 + SAME):
+    if total is None:
+        total = shortest
+    if total > shortest * (1 + SAME):
         raise UserError(
             f"not all runs have reached {total:,.5g} {axis}",
             where="--at",
             allowed=f"at most {shortest:,.5g}",
         )
-    chosen = shortest if total is None else total
-    # A total that went through division may end a little below.
-    limit = chosen * (1 + 1e-9)
-    steps = tuple(
-        # An evaluation spends nothing: its results count at any budget.
-        run.steps[-1]
-        if run.is_evaluation
-        else _last(run.steps, run.totals[axis], limit)
-        for run in runs
-    )
-    return Budget(axis=axis, total=chosen, steps=steps)
-
-
-def _last(values: Sequence[Any], places: Sequence[float], limit: float) -> Any:
-    """The last value whose place is not after the limit; None if all are."""
-    found = bisect_right(places, limit)
-    return values[found - 1] if found else None
+    return Budget(axis=axis, total=total)
 
 
 def _metric_line(
     key: str, runs: Sequence[ComparedRun], budget: Budget | None
 ) -> MetricLine:
-    name = key.rsplit("/", 1)[-1]
-    better = next(
-        (way for suffix, way in BETTER.items() if name.endswith(suffix)), None
-    )
-    series = [run.series(key) for run in runs]
-    pick = max if better == "higher" else min
-    final = tuple(values[-1] if values else None for _, values in series)
-    equal = final
-    if budget is not None:
-        equal = tuple(
-            None if step is None else _last(values, steps, step)
-            for (steps, values), step in zip(series, budget.steps, strict=True)
-        )
+    better = direction(key)
+    final = []
+    best = []
+    equal = []
+    for run in runs:
+        points = [
+            Point(value, (step,)) for step, value in zip(*run.series(key), strict=True)
+        ]
+        last = [NOTHING, *points][-1]
+        final.append(last)
+
+        # Of equal values the first one, which was cheaper.
+        known = [point for point in points if better and math.isfinite(point.value)]
+        pick = min
+        if better == "higher":
+            pick = max
+        best.append(pick(known, key=attrgetter("value"), default=NOTHING))
+
+        # An evaluation spends nothing: its results count at any budget.
+        if budget is not None and not run.is_evaluation:
+            last = _point_at(budget, run, points)
+        equal.append(last)
     return MetricLine(
-        key=key,
-        better=better,
-        final=final,
-        best=tuple(
-            pick(_finite(values), default=None) if better else None
-            for _, values in series
-        ),
-        equal=equal,
+        key=key, better=better, final=tuple(final), best=tuple(best), equal=tuple(equal)
     )
 
 
-def _finite(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None and math.isfinite(value)]
+def _point_at(budget: Budget, run: ComparedRun, points: Sequence[Point]) -> Point:
+    """The value at a budget, on the line between its neighbours; after the last one, that one."""
+    spent = dict(zip(run.steps, run.totals[budget.axis], strict=True))
+    totals = [spent[point.steps[0]] for point in points]
+    num_before = bisect_right(totals, budget.total * (1 + ROUNDING))
+    before, after = [NOTHING, *points, NOTHING][num_before : num_before + 2]
+    # Nothing lies between a number and what is none.
+    if not finite([before]) or not finite([after]):
+        return before
+
+    gone = budget.total - totals[num_before - 1]
+    if gone <= budget.total * ROUNDING:
+        return before
+    share = gone / (totals[num_before] - totals[num_before - 1])
+    value = before.value + share * (after.value - before.value)
+    return Point(value, before.steps + after.steps)
+
+
+def finite(points: Iterable[Point]) -> list[float]:
+    return [point.value for point in points if math.isfinite(point.value)]
 
 
 # ---- seeds and varied numbers -----------------------------------------------------------------
@@ -293,11 +354,15 @@ def varied_settings(runs: Sequence[ComparedRun]) -> list[dict[str, str]]:
         for key in keys:
             known.setdefault((tuple(place.items()), key), set()).add(each.get(key))
 
-    return [
-        place
-        | {k: v for k, v in each.items() if len(known[tuple(place.items()), k]) > 1}
-        for place, each in zip(places, settings, strict=True)
-    ]
+    # What all runs at a place have in common cannot be the reason of a difference there.
+    varied = []
+    for place, each in zip(places, settings, strict=True):
+        here = tuple(place.items())
+        differing = {
+            key: text for key, text in each.items() if len(known[here, key]) > 1
+        }
+        varied.append(place | differing)
+    return varied
 
 
 def _place_in_chain(run: ComparedRun) -> dict[str, str]:
@@ -325,23 +390,27 @@ def _seeds_of(run: ComparedRun) -> tuple[tuple[str, str], ...]:
 def seed_groups(runs: Sequence[ComparedRun]) -> dict[str, tuple[int, ...]]:
     """Group runs that differ in the seed alone, in the order of their first run."""
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, (run, settings) in enumerate(zip(runs, varied_settings(runs), strict=True)):
+    varied = varied_settings(runs)
+    for place, (run, settings) in enumerate(zip(runs, varied, strict=True)):
         if _seeds_of(run):
-            groups.setdefault(tuple(sorted(settings.items())), []).append(i)
+            groups.setdefault(tuple(sorted(settings.items())), []).append(place)
+
+    # The same run twice is no second seed.
     return {
         f"{runs[members[0]].label} and {len(members) - 1} more": tuple(members)
         for members in groups.values()
-        if len({_seeds_of(runs[i]) for i in members}) > 1
+        if len({_seeds_of(runs[member]) for member in members}) > 1
     }
 
 
-def spread(values: Iterable[float | None]) -> Spread | None:
-    """Spread of the finite values; None without any."""
-    known = _finite(values)
-    if not known:
+def spread(values: Sequence[float]) -> Spread | None:
+    """Spread of values that are finite; None without any."""
+    if not values:
         return None
-    deviation = statistics.stdev(known) if len(known) > 1 else None
-    return Spread(mean=statistics.fmean(known), deviation=deviation)
+    deviation = None
+    if len(values) > 1:
+        deviation = statistics.stdev(values)
+    return Spread(mean=statistics.fmean(values), deviation=deviation)
 
 
 def dependences(comparison: Comparison) -> list[Dependence]:
@@ -350,24 +419,35 @@ def dependences(comparison: Comparison) -> list[Dependence]:
     if line is None:
         return []
     settings = varied_settings(comparison.runs)
-    keys = sorted({key for each in settings for key in each})
-    keys = [key for key in keys if len({each.get(key) for each in settings}) > 1]
+    all_keys = {key for each in settings for key in each}
+    keys = [
+        key for key in sorted(all_keys) if len({each.get(key) for each in settings}) > 1
+    ]
+
     found = []
     for key in keys:
         groups: dict[str, dict[float, list[float]]] = {}
-        for each, value in zip(settings, line.final, strict=True):
+        for each, point in zip(settings, line.final, strict=True):
             number = _number(each.get(key))
-            if number is not None and value is not None and math.isfinite(value):
-                others = ", ".join(
-                    f"{k}={each[k]}" for k in keys if k != key and k in each
-                )
-                groups.setdefault(others, {}).setdefault(number, []).append(value)
+            if number is None:
+                continue
+            others = [
+                f"{other}={each[other]}"
+                for other in keys
+                if other != key and other in each
+            ]
+            values = groups.setdefault(", ".join(others), {}).setdefault(number, [])
+            values += finite([point])
+
         series = {
             others: tuple(
-                (n, over) for n in sorted(points) if (over := spread(points[n]))
+                (number, over)
+                for number, values in sorted(values_by_number.items())
+                if (over := spread(values))
             )
-            for others, points in groups.items()
+            for others, values_by_number in groups.items()
         }
+        # A single point shows no dependence.
         if any(len(points) > 1 for points in series.values()):
             found.append(Dependence(key=key, metric=line.key, series=series))
     return found
@@ -378,4 +458,6 @@ def _number(text: str | None) -> float | None:
         number = float(text or "")
     except ValueError:
         return None
-    return number if math.isfinite(number) else None
+    if not math.isfinite(number):
+        return None
+    return number

@@ -11,7 +11,6 @@ import csv
 import hashlib
 import html
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,45 +21,90 @@ from launch.comparison.differences import (
     Comparison,
     Dependence,
     MetricLine,
-    Spread,
     dependences,
-    spread,
 )
 from launch.comparison.report import (
+    ABSENT,
+    COSTS_TITLE,
+    MARK,
+    OTHERS_TITLE,
     Table,
-    format_spread,
-    format_value,
-    metric_place,
+    is_judged,
     tables,
 )
 from launch.comparison.runs import ComparedRun
-from vitscale.config.changes import changed_settings
+from launch.comparison.verdict import ranking, verdict
 from vitscale.config.redaction import printable
+from vitscale.evaluation.classification import PER_CLASS_NAME, read_per_class
+from vitscale.evaluation.evaluation import FILES
+from vitscale.evaluation.metric_texts import SHARES, TITLES, format_value, metric_place
 from vitscale.tracking.run_files import safe_files
 
-MAX_REASONS = 8
-Side = tuple[str, ComparedRun, Spread]
-"""A run, or a group of seeds: its label, its first run, and its metric."""
 # Of a longer curve, the lowest and the highest point of each of half as many intervals are drawn.
 MAX_POINTS = 1000
-# On paper two charts are side by side, whatever the width of the screen.
+COLORS = """
+    #1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f #bcbd22 #17becf #2e91e5 #e15f99
+    #1ca71c #fb0d0d #da16ff #222a2a #b68100 #750d86 #eb663b #511cfb #00a08b #fb00d1 #fc0080 #b2828d
+""".split()
+# A chart in a closed part has no width, so it is drawn when it is opened. A click on a name of the
+# legend hides a run in all charts. On paper two charts are side by side, whatever the screen.
 DRAW = """
-const charts = document.querySelectorAll("[data-figure]");
-for (const chart of charts) {
-  const {data, layout} = JSON.parse(chart.dataset.figure);
+const colorway = document.body.dataset.colors.split(" ");
+const hidden = new Set();
+function draw(chart) {
+  const figure = JSON.parse(chart.dataset.figure);
+  const all = figure.series.flatMap(({x}) => x);
+  const longest = Math.max(...figure.series.map(({x}) => x.length));
+  const data = figure.series.map(({name, x, y, error}, run) => {
+    const best = {higher: Math.max, lower: Math.min}[figure.better];
+    const star = best ? y.indexOf(y.reduce((a, b) => best(a, b), y[0])) : -1;
+    return {
+      name, x, y, mode: "lines+markers", line: {width: 1.8},
+      error_y: error && {type: "data", array: error},
+      visible: !(figure.of_runs && hidden.has(run)),
+      marker: {opacity: 1, size: x.map((_, i) => i === star ? 13 : longest < 30 ? 5 : 0.1),
+               symbol: x.map((_, i) => i === star ? "star" : "circle")},
+    };
+  });
+  const log = !figure.of_runs && Math.min(...all) > 0 && Math.max(...all) >= 10 * Math.min(...all);
+  const axis = {gridcolor: "#e6eaef", zeroline: false, automargin: true};
+  const percent = figure.percent ? {tickformat: ".0%", hoverformat: ".1%"} : {};
+  const layout = {
+    height: 330, margin: {l: 45, r: 10, t: 12, b: 40}, hovermode: "x unified", colorway,
+    font: {family: "system-ui, sans-serif", size: 12, color: "#1b1f24"}, plot_bgcolor: "white",
+    showlegend: !figure.of_runs && data.length > 1, legend: {orientation: "h", y: -0.25},
+    xaxis: {...axis, title: {text: figure.x_title, standoff: 4},
+            type: log ? "log" : "linear"},
+    yaxis: {...axis, ...percent},
+  };
   const modeBarButtons = [["toImage", "zoom2d", "pan2d", "resetScale2d"]];
-  Plotly.newPlot(chart, data, layout, {responsive: true, displaylogo: false, modeBarButtons});
+  Plotly.newPlot(chart, data, layout,
+    {responsive: true, displaylogo: false, displayModeBar: "hover", modeBarButtons});
 }
-const resize = (change) => () => charts.forEach((chart) => Plotly.relayout(chart, change));
+const drawn = () => document.querySelectorAll("[data-figure].js-plotly-plot");
+for (const chart of document.querySelectorAll("[data-figure]"))
+  if (!chart.closest("details:not([open])")) draw(chart);
+for (const part of document.querySelectorAll("details"))
+  part.addEventListener("toggle", () =>
+    part.querySelectorAll("[data-figure]:not(.js-plotly-plot)").forEach(draw));
+document.querySelectorAll(".legend button").forEach((button, run) =>
+  button.addEventListener("click", () => {
+    if (!hidden.delete(run)) hidden.add(run);
+    button.classList.toggle("off", hidden.has(run));
+    for (const chart of drawn())
+      if (JSON.parse(chart.dataset.figure).of_runs)
+        Plotly.restyle(chart, {visible: !hidden.has(run)}, [run]);
+  }));
+const resize = (change) => () => drawn().forEach((chart) => Plotly.relayout(chart, change));
 addEventListener("beforeprint", resize({width: 330, height: 260}));
 addEventListener("afterprint", resize({autosize: true, height: 330}));
 """
 # Of objectives and `finetune/visualize.py`; of evaluations.
 PICTURES = ("pictures/*.png", "evaluation/*.png")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-MAX_PICTURE_BYTES = 2 << 20
+MAX_PICTURE_BYTES = 4 << 20
 MAX_PICTURES = 100
-PER_CLASS = "evaluation/per_class.csv"
+PER_CLASS = f"{FILES}/{PER_CLASS_NAME}"
 MAX_TABLE_BYTES = 16 << 20
 MAX_CLASSES = 30
 Say = Callable[[str], None]
@@ -80,158 +124,78 @@ def render(comparison: Comparison, *, say: Say = print) -> str:
         lstrip_blocks=True,
     )
     scripts = (get_plotlyjs(), DRAW)
+    runs = comparison.runs
+
+    # What decides is asked first.
     deciding = comparison.deciding
-    keys = sorted(
-        (line.key for line in comparison.metrics),
-        key=lambda key: (deciding is None or key != deciding.key, metric_place(key)),
+    lines = sorted(
+        comparison.metrics, key=lambda line: (line != deciding, metric_place(line.key))
     )
-    varied = {
-        key for key in keys if any(any(run.series(key)[1]) for run in comparison.runs)
-    }
-    runs_table, *other_tables = tables(comparison)
+    charts: dict[bool, list[tuple[str, str, str]]] = {True: [], False: []}
+    constant = []
+    for line in lines:
+        if any(any(run.series(line.key)[1]) for run in runs):
+            title = TITLES.get(line.key, "")
+            charts[is_judged(line)].append((title, line.key, _curves(comparison, line)))
+        else:
+            constant.append(line.key)
+
+    best = None
+    if deciding is not None:
+        for side in ranking(comparison, deciding, comparison.decisive(deciding))[:1]:
+            best = runs[side.place].label
+    results, *others = tables(comparison)
+    others += _per_class(runs, say=say)
     return environment.get_template("page.html.j2").render(
-        labels=[run.label for run in comparison.runs],
+        labels=[run.label for run in runs],
+        colors=COLORS,
+        mark=MARK,
         scripts=[Markup(script) for script in scripts],
         allowed=Markup(" ".join(map(_script_hash, scripts))),
-        verdict=list(_verdict(comparison)),
-        runs=runs_table,
-        charts=[(key, _curves(comparison, key)) for key in keys if key in varied],
-        constant=[key for key in keys if key not in varied],
+        verdict=list(verdict(comparison)),
+        results=results,
+        charts=charts,
+        constant=constant,
         dependences=[
-            (f"{each.metric} over {each.key}", _dependence(each))
+            (each.metric, f"over {each.key}", _dependence(each))
             for each in dependences(comparison)
         ],
-        tables=[*other_tables, *_per_class(comparison.runs, say=say)],
-        pictures=_pictures(comparison.runs, say=say),
+        tables=others,
+        details=(OTHERS_TITLE, COSTS_TITLE),
+        best=best,
+        pictures=_pictures(runs, say=say),
     )
 
 
 def _script_hash(script: str) -> str:
     """Return the source expression that lets the security policy run this script."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
-# ---- the verdict ------------------------------------------------------------------------------
-
-
-def _verdict(comparison: Comparison) -> Iterator[str]:
-    """Yield sentences: the best run, its metric, its differences to the second, and what speaks
-    against this order."""
-    line, ranked = comparison.deciding, _ranked(comparison)
-    if line is None or not ranked:
-        yield "No metric says which run is better."
-        return
-
-    (label, run, best), *others = ranked
-    at = "" if comparison.budget is None else f" {comparison.budget.title}"
-    value = f"{line.key} {format_spread(best)}{at}"
-    if not others:
-        yield f"{label} has {value}."
-    else:
-        yield from _against_second(comparison, value, ranked)
-    yield from _unranked(comparison, line)
-
-
-def _against_second(
-    comparison: Comparison, value: str, ranked: Sequence[Side]
-) -> Iterator[str]:
-    (label, run, best), (second, other, next_best), *_ = ranked
-    if best.mean == next_best.mean:
-        yield f"{label} and {second} are equal: {value}."
-    else:
-        yield f"{label} is best: {value}; next is {second}, {format_spread(next_best)}."
-
-    reasons = [*changed_settings(run.params, other.params, purpose="result")]
-    if "seed" in reasons and (
-        best.deviation is not None or next_best.deviation is not None
-    ):
-        reasons.remove("seed")
-    if reasons:
-        yield f"They differ in {_few(reasons)}."
-
-    single = [name for name, _, over in ranked[:2] if over.deviation is None]
-    if comparison.seeds and single:
-        yield f"Of {' and '.join(single)} there is one seed, whose spread is not known."
-    largest = max(over.deviation or 0.0 for _, _, over in ranked)
-    if abs(best.mean - next_best.mean) < largest:
-        yield f"The difference is within the spread of the seeds ({largest:.2g})."
-    batches = {run.params.get("data.global_batch") for run in comparison.runs} - {None}
-    if len(batches) > 1 and (
-        comparison.budget is None or comparison.budget.axis == "steps"
-    ):
-        yield "They have not seen equally many samples: compare them with --at samples."
-
-
-def _unranked(comparison: Comparison, line: MetricLine) -> Iterator[str]:
-    """Yield a sentence for each run without a finite value at the budget."""
-    at = "" if comparison.budget is None else f" {comparison.budget.title}"
-    sentences = []
-    for run, value, last in zip(comparison.runs, line.equal, line.final, strict=True):
-        if not _is_ranked(run, comparison) or (
-            value is not None and math.isfinite(value)
-        ):
-            continue
-        step = next(iter(run.series(line.key)[0][-1:]), None)
-        text = f"{run.label} has no {line.key}{at}"
-        if value is not None:
-            text = f"{run.label} has {line.key} {format_value(value)}{at}"
-        if step is not None and format_value(last) != format_value(value):
-            text += f"; its last value is {format_value(last)}, at step {step:,}"
-        sentences.append(f"{text}.")
-    yield from sentences[:MAX_REASONS]
-    if len(sentences) > MAX_REASONS:
-        yield f"So it is with {len(sentences) - MAX_REASONS} more runs."
-
-
-def _few(words: Sequence[str]) -> str:
-    """The first of these words, and how many more there are."""
-    more = f" and {len(words) - MAX_REASONS} more" if len(words) > MAX_REASONS else ""
-    return f"{', '.join(words[:MAX_REASONS])}{more}"
-
-
-def _is_ranked(run: ComparedRun, comparison: Comparison) -> bool:
-    """Return True for trainings; without any, for evaluations."""
-    return not run.is_evaluation or all(each.is_evaluation for each in comparison.runs)
-
-
-def _ranked(comparison: Comparison) -> list[Side]:
-    """Rank groups of seeds by their means, and all other runs, from best to worst."""
-    line, runs = comparison.deciding, comparison.runs
-    if line is None:
-        return []
-    grouped = {i for members in comparison.seeds.values() for i in members}
-    alone = {run.label: (i,) for i, run in enumerate(runs) if i not in grouped}
-    sides = [
-        (label, runs[members[0]], over)
-        for label, members in (comparison.seeds | alone).items()
-        if _is_ranked(runs[members[0]], comparison)
-        if (over := spread(line.equal[i] for i in members))
-    ]
-    return sorted(sides, key=lambda side: side[2].mean, reverse=line.better == "higher")
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 # ---- charts -----------------------------------------------------------------------------------
 
 
-def _curves(comparison: Comparison, key: str) -> str:
-    """One metric of all runs over the axis of the budget, as a figure of plotly in JSON."""
-    axis = "steps" if comparison.budget is None else comparison.budget.axis
-    traces, longest = [], max(len(run.series(key)[0]) for run in comparison.runs)
+def _curves(comparison: Comparison, line: MetricLine) -> str:
+    """One metric of all runs over the axis of the budget, for DRAW in JSON."""
+    axis = "steps"
+    if comparison.budget is not None:
+        axis = comparison.budget.axis
+    series = []
     for run in comparison.runs:
-        steps, values = run.series(key)
-        x, y = np.interp(steps, run.steps, run.totals[axis]), np.array(values)
-        places = np.flatnonzero(np.isfinite(y))
-        places = places[_drawn(y[places])]
-        traces.append(
+        steps, values = map(np.array, run.series(line.key))
+        finite = np.flatnonzero(np.isfinite(values))
+        places = finite[_drawn(values[finite])]
+        x = np.interp(steps[places], run.steps, run.totals[axis])
+        series.append(
             {
                 "name": _text(run.label),
-                "mode": "lines+markers" if longest < 30 else "lines",
-                "line": {"width": 1.6},
-                "x": _rounded(x[places]),
-                "y": _rounded(y[places]),
+                "x": _rounded(x),
+                "y": _rounded(values[places]),
             }
         )
-    return _figure(traces, x_title=axis)
+    better = is_judged(line) and line.better
+    return _figure(series, x_title=axis, metric=line.key, of_runs=True, better=better)
 
 
 def _drawn(y: Any) -> Any:
@@ -239,48 +203,28 @@ def _drawn(y: Any) -> Any:
     if len(y) <= MAX_POINTS:
         return np.arange(len(y))
     parts = np.array_split(np.arange(len(y)), MAX_POINTS // 2)
-    return np.unique(
-        [part[pick(y[part])] for part in parts for pick in (np.argmin, np.argmax)]
-    )
+    lowest = [part[np.argmin(y[part])] for part in parts]
+    highest = [part[np.argmax(y[part])] for part in parts]
+    return np.unique(lowest + highest)
 
 
 def _dependence(found: Dependence) -> str:
-    traces = []
+    series = []
     for name, points in found.series.items():
-        deviations = [over.deviation or 0.0 for _, over in points]
-        traces.append(
+        series.append(
             {
                 "name": _text(name),
-                "mode": "lines+markers",
                 "x": [value for value, _ in points],
                 "y": [over.mean for _, over in points],
-                "error_y": {"type": "data", "array": deviations},
+                "error": [over.deviation or 0.0 for _, over in points],
             }
         )
-    every = [value for points in found.series.values() for value, _ in points]
-    log = min(every) > 0 and max(every) >= 10 * min(every)
-    return _figure(traces, x_title=_text(found.key), x_type="log" if log else "linear")
+    return _figure(series, x_title=_text(found.key), metric=found.metric)
 
 
-def _figure(
-    traces: list[dict[str, Any]], *, x_title: str, x_type: str = "linear"
-) -> str:
-    from plotly.colors import qualitative
-
-    axis = {"gridcolor": "#e6eaef", "zeroline": False, "automargin": True}
-    layout = {
-        "height": 330,
-        "margin": {"l": 45, "r": 10, "t": 28, "b": 40},
-        "hovermode": "x unified",
-        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#1b1f24"},
-        "plot_bgcolor": "white",
-        "colorway": [*qualitative.D3, *qualitative.Dark24],
-        "showlegend": len(traces) > 1,
-        "legend": {"orientation": "h", "y": -0.25},
-        "xaxis": {**axis, "title": {"text": x_title, "standoff": 4}, "type": x_type},
-        "yaxis": axis,
-    }
-    return json.dumps({"data": traces, "layout": layout}, allow_nan=False)
+def _figure(series: list[dict[str, Any]], *, metric: str, **values: Any) -> str:
+    values["percent"] = metric.endswith(SHARES)
+    return json.dumps({"series": series, **values}, allow_nan=False)
 
 
 def _text(name: str) -> str:
@@ -304,29 +248,20 @@ def _pictures(
     whenever they run.
     """
     found: dict[str, list[tuple[str, str]]] = {}
-    num_pictures = 0
-    for run in runs:
-        for path in _files(run, PICTURES, max_bytes=MAX_PICTURE_BYTES, say=say):
-            data = path.read_bytes()
-            if not data.startswith(PNG_SIGNATURE):
-                say(f"left out: {path}: is no PNG")
-                continue
-            num_pictures += 1
-            if num_pictures > MAX_PICTURES:
-                say(
-                    f"left out: {path} and all further pictures: the page has {MAX_PICTURES}"
-                )
-                return _most_first(found)
-            encoded = base64.b64encode(data).decode()
-            found.setdefault(path.stem.replace("_", " "), []).append(
-                (run.label, encoded)
-            )
-    return _most_first(found)
-
-
-def _most_first(
-    found: dict[str, list[tuple[str, str]]],
-) -> dict[str, list[tuple[str, str]]]:
+    paths = [
+        (run.label, path)
+        for run in runs
+        for path in _files(run, PICTURES, max_bytes=MAX_PICTURE_BYTES, say=say)
+    ]
+    for label, path in paths[:MAX_PICTURES]:
+        data = path.read_bytes()
+        if not data.startswith(PNG_SIGNATURE):
+            say(f"left out: {path}: is no PNG")
+            continue
+        encoded = base64.b64encode(data).decode()
+        found.setdefault(path.stem.replace("_", " "), []).append((label, encoded))
+    for _, path in paths[MAX_PICTURES:]:
+        say(f"left out: {path}: the page has {MAX_PICTURES} pictures")
     return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))
 
 
@@ -338,7 +273,7 @@ def _per_class(runs: Sequence[ComparedRun], *, say: Say) -> list[Table]:
     for run in runs:
         for path in _files(run, [PER_CLASS], max_bytes=MAX_TABLE_BYTES, say=say):
             try:
-                read = _read_shares(path)
+                read = read_per_class(path)
             except (ValueError, KeyError, csv.Error) as error:
                 say(f"left out: {path}: is no table of classes ({error})")
                 continue
@@ -353,25 +288,19 @@ def _per_class(runs: Sequence[ComparedRun], *, say: Say) -> list[Table]:
         return min(known) - max(known), min(known), name
 
     chosen = sorted(shares, key=place)[:MAX_CLASSES]
-    rows = tuple(
-        (name, *(format_value(shares[name].get(label)) for label in labels))
-        for name in chosen
-    )
-    title = "Top-1 of each class"
+    rows = []
+    for name in chosen:
+        known = {
+            label: format_value("top1", share) for label, share in shares[name].items()
+        }
+        rows.append((name, *(known.get(label, ABSENT) for label in labels)))
+    title = "Accuracy of each class"
     if len(chosen) < len(shares):
-        which = "differ most" if len(labels) > 1 else "are worst"
+        which = "are worst"
+        if len(labels) > 1:
+            which = "differ most"
         title += f": the {len(chosen)} of {len(shares):,} that {which}"
-    return [Table(title=title, header=("class", *labels), rows=rows)]
-
-
-def _read_shares(path: Path) -> dict[str, float]:
-    """Class -> share of its images that are right. Raises ValueError, KeyError or csv.Error."""
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    shares = {str(row["class"]): float(row["top1"]) for row in rows if row["top1"]}
-    if not all(map(math.isfinite, shares.values())):
-        raise ValueError("a share is not finite")
-    return shares
+    return [Table(title=title, header=("class", *labels), rows=tuple(rows))]
 
 
 def _files(

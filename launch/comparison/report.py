@@ -1,27 +1,49 @@
-"""The tables of a comparison, printed as aligned columns, and its CSV and JSON files."""
+"""The tables of a comparison, printed as aligned columns, and its CSV and JSON files.
+
+Owns: how values read: percent, minutes, few digits. Leaves out: which run is better (`verdict`).
+"""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
 
-from launch.comparison.differences import Comparison, Spread, spread
+from launch.comparison.differences import (
+    Comparison,
+    MetricLine,
+    Point,
+    Points,
+    Spread,
+    finite,
+    spread,
+)
+from launch.comparison.runs import ComparedRun
 from vitscale.config.errors import not_written
 from vitscale.config.outside import csv_cell
 from vitscale.config.redaction import printable
 from vitscale.distributed.atomic_files import write_text
+from vitscale.evaluation.metric_texts import format_value, metric_place, shares
 
 ABSENT = "-"
 MAX_CELL = 60
-GROUP_ORDER = ("val", "train")
-SPENT = {"steps": ",.0f", "samples": ",.0f", "hours": ",.3g", "flops": ".3g"}
+# The best value of a row.
+MARK = " *"
 CSV_HEADER = ("run", "metric", "better", "final", "equal", "best")
+# What a run costs, and not how good it is.
+VITALS = ("vitals/", "perf/")
+MINUTES_BELOW_HOURS = 2
+
+
+# Tables of interest to few.
+OTHERS_TITLE = "Other metrics at the end"
+COSTS_TITLE = "Cost and origin"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +53,55 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
+# ---- values -----------------------------------------------------------------------------------
+
+
+def format_point(key: str, point: Point, *, with_place: bool = False) -> str:
+    if not point.steps:
+        return ABSENT
+    text = format_value(key, point.value)
+    if with_place:
+        text += f" ({point.place})"
+    return text
+
+
+def format_spread(key: str, over: Spread | None) -> str:
+    if over is None:
+        return ABSENT
+    text = format_value(key, over.mean)
+    if over.deviation is not None:
+        text += f" ± {format_value(key, over.deviation)}"
+    return text
+
+
+def format_spent(axis: str, total: float) -> str:
+    """So many steps, samples, minutes or hours, or FLOPs, with their unit."""
+    if math.isnan(total):
+        return ABSENT
+    if axis == "flops":
+        return f"{total / 1e12:,.3f} TFLOPs"
+    if axis == "hours" and total < MINUTES_BELOW_HOURS:
+        return f"{60 * total:.1f} min"
+    if axis == "hours":
+        return f"{total:,.1f} h"
+    return f"{total:,.0f} {axis}"
+
+
+def is_judged(line: MetricLine) -> bool:
+    """Return True for a metric that says how good a run is."""
+    return line.better is not None and not line.key.startswith(VITALS)
+
+
+# ---- tables -----------------------------------------------------------------------------------
+
+
 def tables(comparison: Comparison) -> list[Table]:
-    """Runs, metrics, spread over seeds, differing parameters; empty tables are left out."""
-    labels = tuple(run.label for run in comparison.runs)
-    title = "Differing parameters" if len(labels) > 1 else "Parameters"
+    """Results, metrics, spread over seeds, differing parameters, costs; empty ones are left out."""
+    runs = comparison.runs
+    labels = tuple(run.label for run in runs)
+    title = "Parameters"
+    if len(runs) > 1:
+        title = "Differing parameters, the important ones first"
     if comparison.num_equal_params:
         title += f" ({comparison.num_equal_params} equal ones left out)"
     params = Table(
@@ -45,63 +112,98 @@ def tables(comparison: Comparison) -> list[Table]:
             for key, values in comparison.params
         ),
     )
-    at = "" if comparison.budget is None else f" {comparison.budget.title},"
-    metrics = Table(
-        title=f"Metrics: final,{at} difference to the first run{at and ' there'}, best",
-        header=("metric", "", *labels),
-        rows=tuple(_metric_rows(comparison)),
-    )
-    origins = Table(
-        title="Origin",
-        header=("run", "made"),
-        rows=tuple((run.label, run.origin) for run in comparison.runs if run.origin),
-    )
-    found = [
-        _runs_table(comparison),
-        metrics,
+
+    # A row of zeros counts what never happened; a result of zero is one.
+    lines = [
+        line
+        for line in sorted(comparison.metrics, key=lambda line: metric_place(line.key))
+        if line.better or any(finite(line.final))
+    ]
+    judged = [line for line in lines if is_judged(line)]
+    others = [line for line in lines if not is_judged(line)]
+    found = [_runs_table(comparison)]
+    budget = comparison.budget
+    if budget is not None:
+        at = format_spent(budget.axis, budget.total)
+        title = f"At equal cost, {at}: between two steps interpolated"
+        found.append(_metrics_table(title, labels, judged, "equal"))
+    found += [
+        _metrics_table("At the end", labels, judged, "final"),
         _seeds_table(comparison),
         params,
-        origins,
+        _metrics_table(OTHERS_TITLE, labels, others, "final"),
+        _costs_table(runs),
     ]
     return [table for table in found if table.rows]
 
 
 def _runs_table(comparison: Comparison) -> Table:
+    """What is asked first: each run with its result, what chance leaves open, and its time."""
+    line = comparison.deciding
+    header = ["run", "steps", "time", "status", "started from"]
+    if line is not None:
+        header[1:1] = [line.key, "95 % interval", "best"]
+    labels = [*(run.label for run in comparison.runs), ABSENT]
     rows = []
-    for run in comparison.runs:
-        spent = (
-            f"{run.totals[axis][-1]:{form}}" if axis in run.totals else ABSENT
-            for axis, form in SPENT.items()
-        )
-        rows.append((run.label, *spent, run.status or ABSENT, run.source))
-    header = ("run", "steps", "samples", "hours", "FLOPs", "status", "read from")
-    return Table(title="Runs", header=header, rows=tuple(rows))
+    for place, run in enumerate(comparison.runs):
+        cells = [run.label]
+        if line is not None:
+            point = comparison.decisive(line)[place]
+            cells.append(_marked(line, comparison.decisive(line))[place])
+            bounds = [ABSENT]
+            for share in shares(line.key, run.val_data, point.value):
+                bounds = [f"{100 * bound:.1f}" for bound in share.interval()]
+            cells.append(" to ".join(bounds))
+            cells.append(format_point(line.key, line.best[place], with_place=True))
+        time = format_spent("hours", run.totals["hours"][-1])
+        cells += [f"{run.steps[-1]:,}", time, run.status or ABSENT]
+        rows.append((*cells, labels[comparison.origins[place]]))
+    return Table(title="Results", header=tuple(header), rows=tuple(rows))
 
 
-def _metric_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
-    for line in sorted(comparison.metrics, key=lambda line: metric_place(line.key)):
-        # Such as counts of what never happened. A result of 0 is one.
-        if line.better is None and not any(line.final):
-            continue
-        yield line.key, "final", *map(format_value, line.final)
-        if line.equal != line.final:
-            yield "", "equal", *map(format_value, line.equal)
-        if len(line.final) > 1:
-            cells = (
-                ABSENT
-                if delta is None
-                else f"{delta:+.5g} {line.change(delta) or ''}".strip()
-                for delta in line.deltas
+def _costs_table(runs: Sequence[ComparedRun]) -> Table:
+    rows = []
+    for run in runs:
+        spent = [
+            format_spent(axis, run.totals.get(axis, [math.nan])[-1])
+            for axis in ("samples", "flops")
+        ]
+        rows.append((run.label, *spent, run.source, run.origin))
+    header = ("run", "samples", "FLOPs", "read from", "made")
+    return Table(title=COSTS_TITLE, header=header, rows=tuple(rows))
+
+
+def _metrics_table(
+    title: str, labels: tuple[str, ...], lines: Sequence[MetricLine], which: str
+) -> Table:
+    """which: the field of `MetricLine` to show, with the steps unless it is the last value."""
+    return Table(
+        title=title,
+        header=("metric", *labels),
+        rows=tuple(
+            (
+                line.key,
+                *_marked(line, getattr(line, which), with_place=which != "final"),
             )
-            yield "", "delta", *cells
-        if line.better is not None:
-            yield "", "best", *map(format_value, line.best)
+            for line in lines
+        ),
+    )
 
 
-def metric_place(key: str) -> tuple[int, str]:
-    """Sort key of a metric: results first, then training, then the rest."""
-    group = key.split("/")[0]
-    return GROUP_ORDER.index(group) if group in GROUP_ORDER else len(GROUP_ORDER), key
+def _marked(line: MetricLine, points: Points, *, with_place: bool = False) -> list[str]:
+    """The values of a metric, the best one of several marked."""
+    cells = [format_point(line.key, point, with_place=with_place) for point in points]
+    values = finite(points)
+    if not is_judged(line) or len(values) < 2:
+        return cells
+
+    best = min(values)
+    if line.better == "higher":
+        best = max(values)
+    for place, point in enumerate(points):
+        if point.value == best:
+            cells[place] += MARK
+    return cells
 
 
 def _seeds_table(comparison: Comparison) -> Table:
@@ -109,25 +211,16 @@ def _seeds_table(comparison: Comparison) -> Table:
     rows = []
     for line in comparison.metrics:
         groups = [
-            spread(line.final[i] for i in each) for each in comparison.seeds.values()
+            spread(finite(line.final[member] for member in members))
+            for members in comparison.seeds.values()
         ]
         if line.better is not None and any(groups):
-            cells = (ABSENT if over is None else format_spread(over) for over in groups)
+            cells = [format_spread(line.key, over) for over in groups]
             rows.append((line.key, *cells))
     return Table(
         title="Over seeds: final, mean and standard deviation",
         header=("metric", *comparison.seeds),
         rows=tuple(rows),
-    )
-
-
-def format_value(value: float | None) -> str:
-    return ABSENT if value is None else f"{value:.5g}"
-
-
-def format_spread(over: Spread) -> str:
-    return f"{over.mean:.5g}" + (
-        "" if over.deviation is None else f" ± {over.deviation:.2g}"
     )
 
 
@@ -138,12 +231,10 @@ def plain_text(table: Table) -> str:
     for row in (table.header, *table.rows):
         parts = [wrap(printable(cell), MAX_CELL) for cell in row]
         cells += zip_longest(*parts, fillvalue="")
-    widths = [max(len(row[i]) for row in cells) for i in range(len(table.header))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [table.title]
     for row in cells:
-        padded = "  ".join(
-            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-        )
+        padded = "  ".join(map(str.ljust, row, widths))
         lines.append(f"  {padded}".rstrip())
     return "\n".join(lines) + "\n"
 
@@ -156,9 +247,10 @@ def write_csv(comparison: Comparison, path: Path) -> None:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_HEADER)
-    for i, run in enumerate(comparison.runs):
+    for place, run in enumerate(comparison.runs):
         for line in comparison.metrics:
-            values = (line.final[i], line.equal[i], line.best[i])
+            points = (line.final[place], line.equal[place], line.best[place])
+            values = [point.value for point in points]
             writer.writerow(map(csv_cell, (run.label, line.key, line.better, *values)))
     write_file(path, text.getvalue())
 
@@ -177,7 +269,7 @@ def write_json(comparison: Comparison, path: Path) -> None:
     ]
     values = {
         "runs": runs,
-        "budget": None if comparison.budget is None else asdict(comparison.budget),
+        "budget": comparison.budget and asdict(comparison.budget),
         "metrics": [asdict(line) for line in comparison.metrics],
     }
     # Numbers that are not finite become strings, as in journals.

@@ -6,8 +6,8 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -24,6 +24,8 @@ from vitscale.config.redaction import flatten_params, redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.mlflow_sync import (
     CONFIG_NAME,
+    FOLDER_TAG,
+    VAL_DATA_TAG,
     origin_line,
     read_record,
     stored_runs,
@@ -45,8 +47,8 @@ class ComparedRun:
     rows: tuple[Row, ...]
     folder: Path | None = None
     status: str | None = None
-    origin: str = ""
-    """When, from which commit, on which data and by whom it was made."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """Its tags in MLflow, the run folder among them."""
 
     @cached_property
     def steps(self) -> list[int]:
@@ -73,6 +75,16 @@ class ComparedRun:
     def is_evaluation(self) -> bool:
         return self.params.get("stage") == "evaluate"
 
+    @property
+    def origin(self) -> str:
+        """When, from which commit, on which data and by whom it was made."""
+        return origin_line(self.tags, time_s=self.rows[0].time)
+
+    @property
+    def val_data(self) -> str:
+        """Name, number of images and fingerprint of what it was evaluated on."""
+        return self.tags.get(VAL_DATA_TAG, "")
+
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of a metric."""
         points = [
@@ -87,19 +99,22 @@ def _hours(run: ComparedRun) -> list[float]:
     for row in run.rows:
         logged[row.step] = max(row.time, logged.get(row.step, row.time))
     start = min(logged.values())
-    attempts = [] if run.folder is None else read_attempts(run.folder)
+    attempts = []
+    if run.folder is not None:
+        attempts = read_attempts(run.folder)
     waits = [
         (max(start, before.ended), after.started)
         for before, after in pairwise(attempts)
         if before.ended is not None and after.started > max(start, before.ended)
     ]
-    seconds = [
-        time
-        - start
-        - sum(min(time, end) - begin for begin, end in waits if begin < time)
-        for time in (logged[step] for step in run.steps)
-    ]
-    return list(accumulate((each / 3600 for each in seconds), max))
+
+    hours = []
+    for step in run.steps:
+        time = logged[step]
+        waited = sum(min(time, end) - begin for begin, end in waits if begin < time)
+        hours.append((time - start - waited) / 3600)
+    # Clocks of two nodes may differ, and no step costs less than nothing.
+    return list(accumulate(hours, max))
 
 
 def _flops_per_image(folder: Path | None) -> float | None:
@@ -111,7 +126,9 @@ def _flops_per_image(folder: Path | None) -> float | None:
         if not isinstance(run, PretrainRun | FinetuneRun):
             return None
         classes = folder / "classes.json"
-        num_classes = len(json.loads(classes.read_bytes())) if classes.exists() else 0
+        num_classes = 0
+        if classes.exists():
+            num_classes = len(json.loads(classes.read_bytes()))
         arch = run.model.resolved(num_classes=num_classes)
         return float(run.make_objective().train_flops_per_image(arch))
     # A teacher may be missing, or the file is of another version, or of no training.
@@ -132,8 +149,10 @@ def load_runs(names: Sequence[str], *, uri: str | None) -> list[ComparedRun]:
             runs += _load(name, uri=uri)
         except UserError as error:
             errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
     if errors:
-        raise errors[0] if len(errors) == 1 else UserErrors(errors)
+        raise UserErrors(errors)
     return _with_distinct_labels(_with_states(_once_each(runs)))
 
 
@@ -141,7 +160,9 @@ def _once_each(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     """Runs that are named twice, such as by a link to the folder, count once."""
     found: dict[str, ComparedRun] = {}
     for run in runs:
-        place = run.source if run.folder is None else str(run.folder.resolve())
+        place = run.source
+        if run.folder is not None:
+            place = str(run.folder.resolve())
         if place in found:
             print(f"{place} is named twice: it counts once", file=sys.stderr)
         found.setdefault(place, run)
@@ -151,12 +172,11 @@ def _once_each(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
 def _with_states(runs: list[ComparedRun]) -> list[ComparedRun]:
     """Add what runs read from folders are doing: SLURM is asked once for all."""
     jobs = jobs_for([run.folder for run in runs if run.folder is not None])
-    return [
-        run
-        if run.folder is None
-        else replace(run, status=str(read_state(run.folder.resolve(), jobs).state))
-        for run in runs
-    ]
+    for place, run in enumerate(runs):
+        if run.folder is not None:
+            state = read_state(run.folder.resolve(), jobs).state
+            runs[place] = replace(run, status=str(state))
+    return runs
 
 
 def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
@@ -185,8 +205,9 @@ def _with_distinct_labels(runs: list[ComparedRun]) -> list[ComparedRun]:
         if len(shared) > 1 and run.folder is not None:
             label = os.path.relpath(run.folder.resolve(), os.path.commonpath(shared))
         seen[label] += 1
-        number = f" ({seen[label]})" if seen[label] > 1 else ""
-        runs[place] = replace(run, label=label + number)
+        if seen[label] > 1:
+            label += f" ({seen[label]})"
+        runs[place] = replace(run, label=label)
     return runs
 
 
@@ -221,22 +242,34 @@ def _load(name: str, *, uri: str | None) -> list[ComparedRun]:
 def _read_folder(folder: Path) -> ComparedRun:
     check_records(folder)
     journal = folder / JOURNAL_NAME
-    rows = tuple(row for row, _ in read_rows(journal)) if journal.is_file() else ()
+    rows: tuple[Row, ...] = ()
+    reason = "does not exist"
+    if journal.is_file():
+        rows = tuple(row for row, _ in read_rows(journal))
+        reason = "has no readable line"
     if not rows:
-        reason = "has no readable line" if journal.is_file() else "does not exist"
         raise UserError(
             f"no metrics to compare: {journal} {reason}",
             where="RUN",
             next_step="give the output folder of a training run that has logged at least one step",
         )
-    config, record = folder / CONFIG_NAME, read_record(folder)
+
+    # Somebody may have copied the journal alone.
+    params: dict[str, str] = {}
+    config = folder / CONFIG_NAME
+    if config.is_file():
+        params = flatten_params(read_values(config))
+    tags = {FOLDER_TAG: str(folder.resolve())}
+    record = read_record(folder)
+    if record is not None:
+        tags |= record.tags
     return ComparedRun(
         label=folder.resolve().name,
         source=str(folder),
         folder=folder,
-        params=flatten_params(read_values(config)) if config.is_file() else {},
+        params=params,
         rows=rows,
-        origin=origin_line(record.tags, time_s=rows[0].time) if record else "",
+        tags=tags,
     )
 
 
@@ -250,10 +283,12 @@ def _stored(uri: str, query: str, *, limit: int) -> list[ComparedRun]:
         found = list(stored_runs(uri, query, limit=limit))
     # Any failure of the server or its database is reported as a problem of the address.
     except Exception as error:
-        is_query = getattr(error, "error_code", None) == "INVALID_PARAMETER_VALUE"
+        where = "--uri"
+        if getattr(error, "error_code", None) == "INVALID_PARAMETER_VALUE":
+            where = "--filter"
         raise UserError(
             f"MLflow at {redact(uri)} cannot be read: {short_reason(error)}",
-            where="--filter" if is_query else "--uri",
+            where=where,
             next_step="check it, or give run folders instead",
         ) from None
     return [
@@ -263,7 +298,7 @@ def _stored(uri: str, query: str, *, limit: int) -> list[ComparedRun]:
             status=run.info.status.lower(),
             params=dict(run.data.params),
             rows=tuple(rows),
-            origin=origin_line(run.data.tags, time_s=rows[0].time if rows else 0.0),
+            tags=dict(run.data.tags),
         )
         for run, rows in found
     ]

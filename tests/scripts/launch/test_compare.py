@@ -61,8 +61,10 @@ def test_text_and_report_show_differences(root):
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["optim.lr", "0.001", "0.01"] in lines
     assert not any(line[:1] == ["seed"] for line in lines)  # equal: left out
-    assert ["val/top1", "final", "0.5", "0.75"] in lines
-    assert ["delta", "-", "+0.25", "better"] in lines
+    assert "val/top1 50.0 % 75.0 % *".split() in lines
+    assert done.stdout.startswith(
+        "large-lr is best: val/top1 75.0 %; next is small-lr, 50.0 %."
+    )
     assert done.stdout.rstrip().endswith("report: runs/compare.html")
 
     # The page as it is written: one file that loads nothing.
@@ -73,10 +75,10 @@ def test_text_and_report_show_differences(root):
     assert not re.search("<(link|iframe|object)", text)
     assert "@import" not in text
     assert "url(" not in text
-    assert "large-lr is best: val/top1 0.75; next is small-lr, 0.5." in text
-    assert "They differ in optim.lr." in text
+    assert "large-lr is best: val/top1 75.0 %; next is small-lr, 50.0 %." in text
+    assert "They differ in optim.lr (0.01, not 0.001)." in text
     assert "over optim.lr" in text
-    assert "<figcaption>train/loss</figcaption>" in text
+    assert "Loss on training images <code>train/loss</code>" in text
     assert "<h3>attention of a 7</h3>" in text
     assert "data:image/png;base64" in text
 
@@ -92,7 +94,7 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path, mlflow_database):
     run_id = sent.stdout.partition("; run ")[2].split()[0]
     here = run_compare(tmp_path, "stored")
     there = run_compare(tmp_path, "stored", "--uri", uri)
-    origins = re.findall(r"stored +(\d{4}-\d\d-\d\d.*)", here.stdout + there.stdout)
+    origins = re.findall(r"\d{4}-\d\d-\d\d; .*", here.stdout + there.stdout)
     assert len(origins) == 2
     assert len(set(origins)) == 1
     assert "; digits, 9 images;" in origins[0]
@@ -102,15 +104,15 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path, mlflow_database):
     make_run(tmp_path, "stored", lr=0.5, gain=0.25)
     done = run_compare(tmp_path, "stored", run_id, "runs/stored", "--uri", uri)
     assert done.returncode == 0, done.stderr
-    assert "0.875" in done.stdout
+    assert "87.5 %" in done.stdout
     assert done.stdout.count(f"MLflow run {run_id}") == 1
     assert "stored (2)" in done.stdout
-    assert "0.25" in done.stdout
+    assert "25.0 %" in done.stdout
     assert "finished" in done.stdout
     found = run_compare(tmp_path, "--filter", "params.optim.lr = '0.125'", "--uri", uri)
     assert found.returncode == 0, found.stderr
     assert f"MLflow run {run_id}" in found.stdout
-    assert "0.875" in found.stdout
+    assert "87.5 %" in found.stdout
 
 
 @lines("""
@@ -172,5 +174,8 @@ def test_a_browser_draws_the_charts_and_shows_hostile_names_as_text(tmp_path):
     body = shown.partition("<body")[2].partition("<script")[0]
     assert "<img" not in body
     assert "evil" not in shown.partition("<title>")[2].partition("<")[0][:9]
-    assert 'class="legendtext"' in body
-    assert "&lt;img src=x" in body.partition("legendtext")[2]
+    legend = body.partition('class="legend"')[2].partition("</div>")[0]
+    assert legend.count("<button") == 2
+    assert "&lt;img src=x" in legend
+    # The tool bar waits for the mouse.
+    assert shown.count("modebar--hover") >= 3
