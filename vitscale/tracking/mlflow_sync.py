@@ -37,7 +37,6 @@ from vitscale.config.redaction import (
     short_reason,
 )
 from vitscale.distributed.events import read_events
-from vitscale.distributed.processes import node_name
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.run_files import safe_files
 from vitscale.tracking.settings import sqlite_path
@@ -64,8 +63,9 @@ ID_TAG = "vitscale.tracking_id"
 FOLDER_TAG = "vitscale.run_folder"
 # Of a copied run folder: the id of the run that it is a copy of.
 COPY_TAG = "vitscale.copied_from"
-# Name, number of images and fingerprint of the training data.
+# Name, number of images and fingerprint of the images of training and of evaluation.
 DATA_TAG = "vitscale.data"
+VAL_DATA_TAG = "vitscale.val_data"
 # The version of the code.
 CODE_TAG = "vitscale.code"
 # MLflow's own metrics of nodes, which are not in the journal.
@@ -73,21 +73,11 @@ SYSTEM_PREFIX = "system/"
 # Counts of what may never happen. MLflow has them from the first event on.
 EVENT_COUNTS = ("train/skipped_steps", "vitals/unreadable")
 # Files of a run folder that are sent at its end.
-FILES = ("source-*.diff", "results.*", "pictures/*.png", "evaluation/**/*.*")
+FILES = "source-*.diff results.* pictures/*.png evaluation/**/*.*".split()
 # Beside a local database.
 ARTIFACTS_FOLDER = "mlflow-artifacts"
 # Where a server may let this machine write. Its own `runs:` and `models:` may lead to a folder.
-REMOTE_ARTIFACTS = (
-    "mlflow-artifacts",
-    "http",
-    "https",
-    "s3",
-    "gs",
-    "wasbs",
-    "abfss",
-    "hdfs",
-    "dbfs",
-)
+REMOTE_ARTIFACTS = "mlflow-artifacts http https s3 gs wasbs abfss hdfs dbfs".split()
 MAX_FILE_BYTES = 256 << 20
 # Metrics of the process, which no resume repeats.
 VITALS_PREFIX = "vitals/"
@@ -177,9 +167,8 @@ def prepare() -> None:
     import mlflow.tracking  # noqa: F401
 
     # Failures are raised and reported once; these loggers would repeat them.
-    logging.getLogger("mlflow").setLevel(logging.CRITICAL)
-    logging.getLogger("alembic").setLevel(logging.ERROR)
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
+    for name in ("mlflow", "alembic", "urllib3.connectionpool"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def open_client(uri: str) -> MlflowClient:
@@ -243,8 +232,10 @@ def chart_page(uri: str, experiment: str) -> str:
 
     uri: absolute. experiment: its id. MLflow 3 starts in its view for generative models otherwise.
     """
-    query = "workflowType=machine_learning&compareRunsMode=CHART"
-    page = f"#/experiments/{quote(experiment, safe='')}/runs?{query}"
+    page = (
+        f"#/experiments/{quote(experiment, safe='')}/runs"
+        "?workflowType=machine_learning&compareRunsMode=CHART"
+    )
     if uri.startswith("http"):
         return f"{redact(uri).rstrip('/')}/{page}"
 
@@ -342,6 +333,8 @@ class MlflowRun(RunReader):
         changed = tags.items() - run.data.tags.items()
         changed_tags = [RunTag(key, value) for key, value in changed]
         client.log_batch(self.run_id, params=new_params, tags=changed_tags)
+        # Those that the run has are not added again.
+        client.log_inputs(self.run_id, _datasets(record.tags))
 
         self._shown: str = run.info.status
         self._last_step = {metric.key: metric.step for metric in run.data._metric_objs}
@@ -368,9 +361,7 @@ class MlflowRun(RunReader):
             if status in ("RUNNING", "PAUSED"):
                 self.client.update_run(self.run_id, status=shown)
             else:
-                moment = None
-                if ended is not None:
-                    moment = int(ended * 1000)
+                moment = None if ended is None else int(ended * 1000)
                 self.client.set_terminated(self.run_id, status=shown, end_time=moment)
             self._shown = shown
         if status != "RUNNING":
@@ -430,11 +421,9 @@ class MlflowRun(RunReader):
             self.client.log_batch(self.run_id, metrics=points)
             self.num_points += len(points)
             if repeated_steps:
-                first = min(repeated_steps)
-                last = max(repeated_steps)
                 self._say(
-                    f"MLflow: steps {first} to {last} were trained again, with other values; "
-                    "it has both, the last one counts"
+                    f"MLflow: steps {min(repeated_steps)} to {max(repeated_steps)} were trained "
+                    "again, with other values; it has both, the last one counts"
                 )
 
     def _send_files(self) -> None:
@@ -491,17 +480,18 @@ class MlflowRun(RunReader):
         """Send the use of CPU, memory, disk, network and GPUs of this node."""
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-        where: dict[str, Any] = {"node_id": node_name(), "tracking_uri": self.uri}
-        monitor = SystemMetricsMonitor(self.run_id, resume_logging=True, **where)
+        # Without an id of the node, which would put these charts before all others.
+        monitor = SystemMetricsMonitor(
+            self.run_id, resume_logging=True, tracking_uri=self.uri
+        )
         monitor.start()
         return monitor
 
 
 def _is_same(stored: float, value: float) -> bool:
     """Whether MLflow's value is this one."""
-    if math.isnan(stored) or math.isnan(value):
-        return math.isnan(stored) and math.isnan(value)
-    return _as_logged(stored) == value
+    both_nan = math.isnan(stored) and math.isnan(value)
+    return both_nan or _as_logged(stored) == value
 
 
 def _as_logged(stored: float) -> float:
@@ -530,6 +520,22 @@ def _origin_tags(client: MlflowClient, record: RunRecord) -> dict[str, str]:
     if record.tags.get("vitscale.stage") == "evaluate":
         tag = "mlflow.parentRunId"
     return {tag: run.info.run_id}
+
+
+def _datasets(tags: Mapping[str, str]) -> list[Any]:
+    """The training and the evaluated images, as MLflow's datasets."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    found = []
+    for key, context in ((DATA_TAG, "training"), (VAL_DATA_TAG, "evaluation")):
+        # Several sets of shards may be mixed; tars without an index have no fingerprint.
+        for text in filter(None, tags.get(key, "").split("; ")):
+            facts = text.split(", ")
+            dataset = Dataset(facts[0], facts[-1], "local", text)
+            found.append(
+                DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
+            )
+    return found
 
 
 def _experiment_id(client: MlflowClient, name: str, *, uri: str) -> str:

@@ -67,7 +67,7 @@ from vitscale.optim.optimizers import build_optimizer, optimizer_groups
 from vitscale.optim.settings import learning_rate
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.tracking.journal import training_log
-from vitscale.tracking.mlflow_sync import DATA_TAG, read_record
+from vitscale.tracking.mlflow_sync import DATA_TAG, VAL_DATA_TAG, read_record
 from vitscale.tracking.tracker import Tracker
 from vitscale.training.interval_log import IntervalLog, profiled
 
@@ -552,7 +552,7 @@ def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str
 
     tags = {DATA_TAG: "; ".join(parts)}
     if val_index is not None:
-        tags["vitscale.val_data"] = described(val_index)
+        tags[VAL_DATA_TAG] = described(val_index)
     return tags
 
 
