@@ -158,6 +158,7 @@ def _subject(run: EvaluateRun, model: TrainedModel, world: World) -> Subject:
         num_outputs=model.num_classes,
         classes=model.classes,
         folder=Path(run.folder) / FILES,
+        draws=True,
     )
 
 

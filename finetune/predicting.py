@@ -208,11 +208,11 @@ def predictions(
     ) as batches:
         for numbers, cpu_batch in zip(positions, batches, strict=True):
             logits_BC = network.logits(cpu_batch.to(world.device).images)
-            shares_BK, ranked_BK = _ranked(logits_BC, model, top=top)
+            shares_BK, ranked_BK = ranked(logits_BC, model, top=top)
             errors = {image.sample: image.error for image in cpu_batch.unreadable}
             # Shards have a class for each label; files have none, so the column stays empty.
             labels = map(images.label_name, cpu_batch.labels.tolist())
-            for number, label, shares, ranked in zip(
+            for number, label, shares, columns in zip(
                 numbers, labels, shares_BK.tolist(), ranked_BK.tolist(), strict=True
             ):
                 row: Row = {"label": label, "error": errors.get(number)}
@@ -221,7 +221,7 @@ def predictions(
                 if number in errors:
                     continue
                 for rank in range(top):
-                    row[f"class_{rank + 1}"] = names[ranked[rank]]
+                    row[f"class_{rank + 1}"] = names[columns[rank]]
                     row[f"p_{rank + 1}"] = shares[rank]
 
             # Keys are looked up for many images at once: each look-up reads a part of the index.
@@ -234,7 +234,7 @@ def predictions(
                 pending = []
 
 
-def _ranked(
+def ranked(
     logits_BC: torch.Tensor, model: TrainedModel, *, top: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shares of the most probable classes, and these classes, each [B, top].

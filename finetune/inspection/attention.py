@@ -14,6 +14,7 @@ layers, H heads, E channels of a head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from finetune.inspection.visualized import Visualized
-from vitscale.evaluation.sheet import Cell, caption, sheet
 from vitscale.evaluation.trained_model import InferenceModel
 
 if TYPE_CHECKING:
@@ -32,7 +32,11 @@ Consume = Callable[[int, int, torch.Tensor], None]
 # The attention distance is averaged over so many, as in the ViT paper.
 MEASURED_IMAGES = 128
 RESIDUAL = 0.5  # weight of the identity, which stands for the residual connection
-OPACITY = 0.65
+OPACITY = 0.55
+# Of a photograph in the picture of rollout.
+SHOWN_PX = 320
+SIDE = 3.1  # inches
+COLUMNS = 4
 
 
 def attention_modules(network: nn.Module) -> list[Any]:
@@ -167,10 +171,11 @@ def draw_distance(subject: Visualized) -> Figure:
 
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     axes = figure.add_subplot()
-    for head in range(num_heads):
-        axes.plot(
-            range(depth), distances_NH[:, head], "o", markersize=5, alpha=0.8, zorder=2
-        )
+    layers = range(1, depth + 1)
+    lines = axes.plot(
+        layers, distances_NH, "o", color="C0", markersize=6, alpha=0.6, zorder=2
+    )
+    lines[0].set_label("a head")
 
     # A head that looks everywhere alike is at this line, so heads below it look near by.
     uniform = float(patch_distances(arch.grid, stride=arch.patch_size).mean())
@@ -182,16 +187,16 @@ def draw_distance(subject: Visualized) -> Figure:
         zorder=1,
         label=f"uniform attention: {uniform:.1f} px",
     )
-    axes.legend(loc="lower right", frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8)
 
-    axes.set_ylim(0, max(1.12 * uniform, 1.05 * float(distances_NH.max())))
-    axes.set_xlim(-0.5, depth - 0.5)
+    axes.margins(y=0.15)
+    axes.set_xlim(0.5, depth + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("Network depth (layer)")
+    axes.set_xlabel("Layer, from the image to the output")
     axes.set_ylabel("Mean attention distance (pixels)")
     axes.spines[["top", "right"]].set_visible(False)
     text = (
-        f"Attention distance of {num_heads} heads, one dot each; mean over {len(images_B3SS)} "
+        f"Attention distance of {num_heads} heads in each layer; mean over {len(images_B3SS)} "
         f"images of {arch.image_size} px"
     )
     figure.suptitle(f"{subject.name}\n{text}", fontsize=9, parse_math=False)
@@ -262,11 +267,12 @@ def patch_weights(
 
 
 def draw_rollout(subject: Visualized) -> Figure:
-    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
     arch = subject.vit
     is_pooled = arch.pool != "cls"
     titles, images_B3SS = subject.sheet(subject.run.num_images)
+    _, photos_B3PP = subject.sheet(subject.run.num_images, at_least=SHOWN_PX)
     weights = []
     for batch_B3SS in images_B3SS.split(subject.attention_batch):
         rollout_BTT = attention_rollout(subject.model, batch_B3SS.to(subject.device))
@@ -277,28 +283,48 @@ def draw_rollout(subject: Visualized) -> Figure:
             pooled=is_pooled,
         )
         weights.append(weights_BRC.cpu())
-    weights_B1SS = F.interpolate(
-        torch.cat(weights)[:, None], size=images_B3SS.shape[2:], mode="bilinear"
+    weights_B1PP = F.interpolate(
+        torch.cat(weights)[:, None], size=photos_B3PP.shape[2:], mode="bilinear"
     )
 
-    # The colours of the heat would mix with those of the image, so that one is grey.
-    heat = torch.from_numpy(colormaps["inferno"](weights_B1SS[:, 0].numpy())[..., :3])
-    grey_B1SS = images_B3SS.float().mean(dim=1, keepdim=True)
-    blended_B3SS = grey_B1SS.lerp(255 * heat.permute(0, 3, 1, 2).float(), OPACITY)
+    # The colours of the heat would mix with those of the photograph, so that one is grey.
+    photos_BPP3 = photos_B3PP.permute(0, 2, 3, 1)
+    greys_BPP = photos_BPP3.float().mean(dim=3)
+    captions = subject.captions(titles, images_B3SS)
+    num_rows = math.ceil(len(titles) / COLUMNS)
+    columns = math.ceil(len(titles) / num_rows)
+    size = (columns * SIDE + 0.9, num_rows * (2 * SIDE + 0.5) + 0.6)
+    figure = Figure(figsize=size, layout="constrained")
+    # A pair of rows for each row of images: the photograph, and below it the heat on it.
+    grid = figure.add_gridspec(2 * num_rows, columns)
+    for number in range(len(titles)):
+        row, column = divmod(number, columns)
+        above = figure.add_subplot(grid[2 * row, column])
+        above.imshow(photos_BPP3[number].numpy())
+        text, is_wrong = captions[number]
+        color = "black"
+        if is_wrong:
+            color = "#c0392b"
+        above.set_title(text, fontsize=9, color=color, parse_math=False)
 
-    captions = [caption(title, width=14) for title in titles]
-    empty = [""] * len(titles)
-    rows: list[list[Cell]] = []
-    for heading, texts, pixels in (
-        ("image", captions, images_B3SS),
-        ("rollout", empty, blended_B3SS.byte()),
-        ("image ×\nrollout", empty, (images_B3SS * weights_B1SS).byte()),
-    ):
-        row: list[Cell] = [(heading, False, None)]
-        row += [(text, False, image) for text, image in zip(texts, pixels, strict=True)]
-        rows.append(row)
+        below = figure.add_subplot(grid[2 * row + 1, column])
+        below.imshow(greys_BPP[number].numpy(), cmap="grey", vmin=0, vmax=255)
+        heat = below.imshow(
+            weights_B1PP[number, 0].numpy(),
+            cmap="inferno",
+            vmin=0,
+            vmax=1,
+            alpha=OPACITY,
+        )
+        above.set_axis_off()
+        below.set_axis_off()
+    label = "weight, relative to the largest one of the image"
+    figure.colorbar(heat, ax=figure.axes, label=label, shrink=0.5 / num_rows, pad=0.01)
 
     depth = len(attention_modules(subject.model.network))
-    source = "the mean of all patches" if is_pooled else "the class token"
-    text = f"Attention rollout: what {source} draws on through all {depth} layers; bright: most"
-    return sheet(f"{subject.name}\n{text}", rows, height=1.5)
+    source = "the class token"
+    if is_pooled:
+        source = "the mean of all patches"
+    text = f"Attention rollout: what {source} draws on through all {depth} layers"
+    figure.suptitle(f"{subject.name}\n{text}", fontsize=10, parse_math=False)
+    return figure

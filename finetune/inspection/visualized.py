@@ -9,14 +9,18 @@ from typing import Any
 import torch
 
 from finetune.images import Images, find_files, shard_folder
+from finetune.predicting import output_names, ranked
 from finetune.settings import VisualizeRun
 from vitscale.config.errors import UserError
 from vitscale.data.index import read_manifest, read_split
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
+from vitscale.evaluation.sheet import caption, shown_size
 from vitscale.evaluation.trained_model import TrainedModel
 from vitscale.models.settings import ViTSettings
 
+# Characters of a line above an image.
+CAPTION = 46
 # A forward pass takes at most 4 images of 512 px, or 20 of 224 px.
 MAX_PIXELS = 4 * 512**2
 # Values of one head's attention at most, for all images of a forward pass.
@@ -114,13 +118,14 @@ class Visualized:
         )
         return Images(index=index)
 
-    def sheet(self, count: int) -> tuple[list[str], torch.Tensor]:
+    def sheet(self, count: int, *, at_least: int = 1) -> tuple[list[str], torch.Tensor]:
         """Titles and pixels, uint8 [B, 3, S, S], of at most `count` images, evenly spaced.
 
+        at_least: pixels of a side; the crop is that of the model's image size.
         Raises UserError if none of them can be read.
         """
         preprocessing = self.loaded.preprocessing
-        size = preprocessing.image_size
+        size = shown_size(preprocessing.image_size, at_least=at_least)
         settings = DataSettings(path="", global_batch=1, **preprocessing.data_values())
         images = self.images
         samples = images.samples(settings, image_size=size)
@@ -150,6 +155,36 @@ class Visualized:
                 next_step="choose other images with images=",
             )
         return titles, pixels[: len(titles)]
+
+    def captions(
+        self, titles: list[str], images_B3SS: torch.Tensor
+    ) -> list[tuple[str, bool]]:
+        """What stands above each image, with the prediction of a model with a head; whether it is
+        wrong.
+
+        images: of the model's size.
+        """
+        if self.loaded.num_classes == 0:
+            return [(caption(title, width=CAPTION), False) for title in titles]
+
+        # Files have no true class, nor has an image whose class is none of the model's.
+        names, reason = output_names(self.loaded, self.images)
+        has_truth = self.images.index is not None and not reason
+        logits = [
+            self.model.logits(batch_B3SS.to(self.device))
+            for batch_B3SS in images_B3SS.split(self.attention_batch)
+        ]
+        shares_B1, columns_B1 = ranked(torch.cat(logits), self.loaded, top=1)
+        found = []
+        for title, share, column in zip(
+            titles, shares_B1[:, 0].tolist(), columns_B1[:, 0].tolist(), strict=True
+        ):
+            lines = [f"{share:.0%} {names[column]}", title]
+            if has_truth:
+                lines[1] = f"is: {title}"
+            texts = [caption(line, width=CAPTION, num_lines=2) for line in lines]
+            found.append(("\n".join(texts), has_truth and names[column] != title))
+        return found
 
     def _title(self, number: int, label: int) -> str:
         """Class, or the folder of a file in a sub-folder; else file name or number."""

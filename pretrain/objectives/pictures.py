@@ -48,5 +48,5 @@ def draw_predictions(
         [(title, False, None), *(("", False, image) for image in images.cpu())]
         for title, images in images_by_title.items()
     ]
-    figure = sheet("What the objective sees and predicts", cells, height=1.35)
+    figure = sheet("What the objective sees and predicts", cells, width=1.35)
     save_figure(figure, session.folder / "pictures/reconstructions.png")

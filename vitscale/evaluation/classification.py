@@ -7,7 +7,11 @@ Flowers and Pets often report the mean per class; those of ViT and VTAB the plai
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import csv
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from vitscale.evaluation.evaluation import (
     Outputs,
@@ -19,8 +23,17 @@ from vitscale.evaluation.evaluation import (
     columns_on,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 # Bins of equal width over the confidence, 0 to 1.
 NUM_BINS = 15
+# Of the sheet of predictions.
+SHEET_ROWS = 4
+SHEET_COLUMNS = 6
+# Below the rank of every image, whose confidence is at most 1.
+NOT_DRAWN = 2
+PER_CLASS_NAME = "per_class.csv"
 
 
 class ClassificationSettings(SettingsBase):
@@ -28,7 +41,8 @@ class ClassificationSettings(SettingsBase):
     """Metrics: val/top1, val/top5 of more than five classes, val/loss (mean negative
     log-likelihood), val/ece, and val/class_mean_top1 over classes that have images. With a
     distillation token also val/cls_top1, val/dist_top1, and val/softmax_top1 of the heads' summed
-    softmaxes. Files: per_class.csv, and calibration.csv with one row per bin."""
+    softmaxes. Files: per_class.csv, calibration.csv with one row per bin, and at the end
+    predictions.png: the mistakes of which the model is surest, then other images."""
 
 
 class Classification(PassEvaluation):
@@ -54,6 +68,8 @@ class Classification(PassEvaluation):
         self._by_class = zeros(2, len(subject.val.classes))
         # Rows: images, right ones, sum of the confidence.
         self._by_bin = zeros(3, NUM_BINS)
+        # Images to draw: rank among them, label, guess, sample, confidence.
+        self._drawn_N5 = zeros(SHEET_ROWS * SHEET_COLUMNS, 5) - NOT_DRAWN
 
     def add(self, outputs: Outputs) -> None:
         import torch
@@ -81,13 +97,20 @@ class Classification(PassEvaluation):
         counts_3B = torch.stack([ones_B, correct_B, sure_B]) * weights_B
         self._by_bin.index_add_(1, bins_B, counts_3B)
 
+        # The surest mistakes come first, then the images that are right with the least confidence.
+        order_B = torch.where(correct_B > 0, -sure_B, sure_B)
+        order_B = torch.where(weights_B > 0, order_B, -NOT_DRAWN)
+        samples_B = torch.from_numpy(outputs.samples_B).to(order_B)
+        rows_B5 = torch.stack([order_B, labels_B, guesses_B, samples_B, sure_B], dim=1)
+        self._drawn_N5 = _first(torch.cat([self._drawn_N5, rows_B5]))
+
         if outputs.heads_2BC is not None:
             summed_1BC = outputs.heads_2BC.softmax(dim=2).sum(dim=0, keepdim=True)
             guesses_3B = torch.cat([outputs.heads_2BC, summed_1BC]).argmax(dim=2)
             self._by_head += ((guesses_3B == labels_B) * weights_B).sum(dim=1)
 
     def finish(self) -> dict[str, float]:
-        from vitscale.distributed.world import sum_over_ranks
+        from vitscale.distributed.world import gather_rows, sum_over_ranks
 
         subject = self._subject
         classes = subject.val.classes
@@ -106,7 +129,7 @@ class Classification(PassEvaluation):
             # A class without images has no accuracy, so the mean is over the others.
             if number:
                 shares.append(right / number)
-        subject.write_table("per_class.csv", rows)
+        subject.write_table(PER_CLASS_NAME, rows)
 
         rows = [("low", "high", "images", "confidence", "accuracy")]
         for position, (number, right, sure) in enumerate(bins):
@@ -116,6 +139,17 @@ class Classification(PassEvaluation):
                 (low, high, f"{number:.0f}", _mean(sure, number), _mean(right, number))
             )
         subject.write_table("calibration.csv", rows)
+
+        drawn_N5 = _first(gather_rows(self._drawn_N5)).cpu()
+        title = (
+            f"{sum(correct):,} of {total:,} images are right; mistakes are red, "
+            "the surest first"
+        )
+        if subject.draws:
+            subject.write(
+                "predictions.png",
+                lambda path: _draw(path, title, drawn_N5.tolist(), subject),
+            )
 
         metrics: dict[str, float] = {"top1": Share(sum(correct), total)}
         # With five classes or fewer every prediction is right at 5.
@@ -129,6 +163,57 @@ class Classification(PassEvaluation):
             metrics["dist_top1"] = Share(by_head[1], total)
             metrics["softmax_top1"] = Share(by_head[2], total)
         return metrics
+
+
+def _first(rows_N5: torch.Tensor) -> torch.Tensor:
+    """The rows that are drawn: those with the highest rank, of equal ones the first samples."""
+    by_sample = rows_N5[:, 3].argsort()
+    order = rows_N5[by_sample, 0].argsort(descending=True, stable=True)
+    return rows_N5[by_sample[order]][: SHEET_ROWS * SHEET_COLUMNS]
+
+
+def _draw(path: Path, title: str, rows: Sequence[Any], subject: Subject) -> None:
+    """Draw images with the predicted class and its probability, of mistakes with the true class."""
+    import torch
+
+    from vitscale.data.samples import EvaluationSamples
+    from vitscale.evaluation.sheet import (
+        SHOWN_PX,
+        caption,
+        save_figure,
+        sheet,
+        shown_size,
+    )
+
+    # As the model sees them, but large enough for people.
+    size = shown_size(subject.image_size, at_least=SHOWN_PX)
+    samples = EvaluationSamples(subject.val, settings=subject.data, image_size=size)
+    cells = []
+    for order, label, guess, sample, sure in rows:
+        # There may be fewer images than cells.
+        if order <= -NOT_DRAWN:
+            continue
+        image = torch.empty(3, size, size, dtype=torch.uint8)
+        samples.fill(int(sample), image)
+        # Names of ImageNet's classes are lists of synonyms, too long for a small picture.
+        texts = [f"{sure:.0%} {subject.val.classes[int(guess)]}"]
+        if guess != label:
+            texts.append(f"is: {subject.val.classes[int(label)]}")
+        text = "\n".join(caption(each, width=28, num_lines=2) for each in texts)
+        cells.append((text, guess != label, image))
+    starts = range(0, len(cells), SHEET_COLUMNS)
+    table = [cells[start : start + SHEET_COLUMNS] for start in starts]
+    save_figure(sheet(title, table, width=1.8), path)
+
+
+def read_per_class(path: Path) -> dict[str, float]:
+    """Class -> share of its images that are right. Raises ValueError, KeyError or csv.Error."""
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    shares = {str(row["class"]): float(row["top1"]) for row in rows if row["top1"]}
+    if not all(map(math.isfinite, shares.values())):
+        raise ValueError("a share is not finite")
+    return shares
 
 
 def _mean(total: float, images: float) -> str:

@@ -99,10 +99,16 @@ class Confusion(PassEvaluation):
         import torch
 
         from vitscale.data.samples import EvaluationSamples
-        from vitscale.evaluation.sheet import caption, save_figure, sheet
+        from vitscale.evaluation.sheet import (
+            SHOWN_PX,
+            caption,
+            save_figure,
+            sheet,
+            shown_size,
+        )
 
         subject = self._subject
-        size = subject.image_size
+        size = shown_size(subject.image_size, at_least=SHOWN_PX)
 
         def name(label: int) -> str:
             return caption(subject.val.classes[label], width=18, num_lines=2)
@@ -119,7 +125,7 @@ class Confusion(PassEvaluation):
             rows.append(row)
         # Pictures tell an error of the labels from one of the model.
         title = "Worst classes: images that were taken for the class above them"
-        save_figure(sheet(title, rows, height=1.6), path)
+        save_figure(sheet(title, rows, width=1.5), path)
 
 
 def examples(

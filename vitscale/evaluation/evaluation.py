@@ -152,6 +152,8 @@ class Subject:
     """Name of each output of the head; None where they are unknown."""
     folder: Path | None = None
     """Folder for the files of the evaluations, written by rank 0; None: no files."""
+    draws: bool = False
+    """Whether to draw pictures that take seconds: not at each evaluation of a training."""
     kept: dict[tuple[str, str], tuple[np.ndarray, Features]] = field(
         default_factory=dict
     )

@@ -87,8 +87,8 @@ class ScheduledEvaluations:
         Raises NonFiniteOutputs.
         """
         due = self.due(step, is_last=is_last)
-        subject = self.subject
-        assert subject is not None
+        assert self.subject is not None
+        subject = replace(self.subject, draws=is_last)
         self._engine.eval()
         try:
             for metrics in results(due, subject):

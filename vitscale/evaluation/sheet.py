@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,23 +15,34 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 110
+# Of the small images of a sheet.
+SHOWN_PX = 180
+# Inches of a line of a caption, and of the title.
+LINE = 0.16
+TITLE = 0.4
 Cell = tuple[str, bool, "torch.Tensor | None"]
 """A caption, whether it is red, and a uint8 image [3, S, S]; None: the caption alone."""
 
 
-def sheet(title: str, rows: Sequence[Sequence[Cell]], *, height: float) -> Figure:
-    """Draw rows of images with captions. height: of a row, in inches."""
+def sheet(title: str, rows: Sequence[Sequence[Cell]], *, width: float) -> Figure:
+    """Draw rows of images with captions. width: of an image, in inches."""
     from matplotlib.figure import Figure
 
+    # A row is as high as its images and its longest caption, so that there are no gaps.
+    heights = [
+        width + LINE * (1 + max(text.count("\n") for text, _, _ in cells))
+        for cells in rows
+    ]
     # The longest row decides; others end with a gap.
     columns = max(map(len, rows), default=1)
-    size = (columns * 1.3, len(rows) * height + 0.5)
+    size = (columns * width, sum(heights) + TITLE)
     figure = Figure(figsize=size, layout="constrained")
+    grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
     # Names of classes come from folder names: never let matplotlib read them as mathematics.
     figure.suptitle(title, fontsize=10, parse_math=False)
     for row, cells in enumerate(rows):
         for column, (text, is_red, image) in enumerate(cells):
-            axes = figure.add_subplot(len(rows), columns, row * columns + column + 1)
+            axes = figure.add_subplot(grid[row, column])
             axes.set_axis_off()
             if image is None:
                 axes.text(
@@ -39,24 +51,23 @@ def sheet(title: str, rows: Sequence[Sequence[Cell]], *, height: float) -> Figur
                 continue
             axes.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
             color = "#c0392b" if is_red else "black"
-            axes.set_title(text, fontsize=8, color=color, parse_math=False)
+            axes.set_title(text, fontsize=8, color=color, parse_math=False, pad=3)
     return figure
+
+
+def shown_size(image_size: int, *, at_least: int) -> int:
+    """A multiple of the model's image size, so that people see the same crop with its details."""
+    return image_size * math.ceil(at_least / image_size)
 
 
 def caption(name: str, *, width: int, num_lines: int = 1) -> str:
     """The name in lines of at most `width` characters, broken between words where that fits.
 
-    A longer name is shortened in the middle: names of related classes differ at either end.
+    What does not fit is left out at the end, as in lists of synonyms.
     """
-    name = name.replace("_", " ")
-    lines = textwrap.wrap(name, width) or [name]
-    # The widths of words decide where lines break, so the longest text that fits is tried out.
-    for length in range(len(name) - 1, 1, -1):
-        if len(lines) <= num_lines:
-            break
-        at_end = length // 2
-        text = f"{name[: length - at_end]}…{name[-at_end:]}"
-        lines = textwrap.wrap(text, width)
+    lines = textwrap.wrap(
+        name.replace("_", " "), width, max_lines=num_lines, placeholder=" …"
+    )
     return "\n".join(lines)
 
 

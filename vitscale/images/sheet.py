@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from vitscale.config.errors import not_written
 from vitscale.distributed.atomic_files import atomic_file, make_folders
 from vitscale.images.plain import PILLOW_ERRORS, SUFFIXES, open_picture
 
 SIDE = 96
-TEXT = 14
+TEXT = 18
 DAMAGE = (OSError, ValueError, *PILLOW_ERRORS)
 
 
@@ -29,12 +29,17 @@ def writing(folder: Path, *, where: str) -> Iterator[None]:
 
 def draw_rows(path: Path, rows: Sequence[tuple[str, Sequence[bytes]]]) -> None:
     """Write the sheet. rows: text, and encoded images; damaged ones stay blank."""
+    # Imported late: it takes half a second, and most commands draw nothing.
+    from matplotlib import get_data_path
+
     height = SIDE + TEXT
     width = max(len(images) for _, images in rows) * SIDE
     sheet = Image.new("RGB", (width, len(rows) * height), "white")
     draw = ImageDraw.Draw(sheet)
+    # Pillow's own font has no umlauts; matplotlib brings one that has most scripts.
+    font = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf", 12)
     for y, (text, images) in enumerate(rows):
-        draw.text((2, y * height + 1), text, "black")
+        draw.text((2, y * height + 1), text, "black", font)
         for x, content in enumerate(images):
             with (
                 suppress(*DAMAGE),

@@ -18,7 +18,7 @@ import yaml
 from PIL import Image
 from scipy.stats import binomtest
 
-from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.corpora.shard_folders import make_shard_folder, write_shard_folder
 from tests.support.engine.subjects import (
     WORLD,
     array_subject,
@@ -367,6 +367,44 @@ def test_a_file_that_cannot_be_written_is_one_error(tmp_path):
     subject = given_outputs(torch.eye(2), [0, 1], folder=tmp_path / "files")
     with refused("per_class.csv: cannot be written"):
         classified(subject)
+
+
+def test_the_surest_mistakes_are_drawn_first(tmp_path, monkeypatch) -> None:
+    """Then the images that are right with the least confidence; padding never."""
+    make_shard_folder(
+        tmp_path / "shards", lengths={"test": (5,)}, classes=("käfer", "dog")
+    )
+    val = read_split(str(tmp_path / "shards"), split="test")
+    # Each sample's confidence, and whether it is right.
+    sure = torch.tensor([0.9, 0.6, 0.8, 0.7, 0.99], dtype=torch.float64)
+    right = [True, False, False, True, False]
+    logits = torch.zeros(5, 2)
+    for sample, label in enumerate(val.label.tolist()):
+        guess = label if right[sample] else 1 - label
+        logits[sample, guess] = torch.logit(sure[sample])
+    drawn = []
+    monkeypatch.setattr(
+        "vitscale.evaluation.sheet.sheet",
+        lambda title, rows, width: drawn.append((title, rows)),
+    )
+    monkeypatch.setattr(
+        "vitscale.evaluation.sheet.save_figure", lambda figure, path: None
+    )
+    subject = given_outputs(
+        logits, val.label, val=val, model_classes=val.classes, folder=tmp_path / "files"
+    )
+    classified(subject)
+    assert not drawn, "not at each evaluation of a training"
+    classified(replace(subject, draws=True))
+    ((title, (cells,)),) = drawn
+    assert title.startswith("2 of 5 images are right")
+    assert [(text.split("%")[0], is_red) for text, is_red, _ in cells] == [
+        ("99", True), ("80", True), ("60", True), ("70", False), ("90", False),
+    ]  # fmt: skip
+    names = {text.partition("is: ")[2] for text, is_red, _ in cells if is_red}
+    assert names == {val.classes[val.label[sample]] for sample in (1, 2, 4)}
+    # The crop of the model's 8 pixels, with the details that people need.
+    assert {tuple(image.shape) for _, _, image in cells} == {(3, 184, 184)}
 
 
 # ---- confusion -----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from finetune.images import Images, converted_pixels
 from finetune.inspection.attention import (
     attention_modules,
     attention_rollout,
+    draw_distance,
     draw_rollout,
     head_distances,
     mean_distance,
@@ -271,20 +272,36 @@ def test_a_folder_gives_evenly_spaced_images_of_its_classes(tmp_path: Path) -> N
             visualized(path, split=split).sheet(3)
 
 
-def test_the_picture_of_rollout_dims_what_is_not_drawn_on(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(image_bytes("png", seed=1))
-    subject = visualized(tmp_path / "a.png")
+def test_rollout_is_drawn_on_the_photograph_with_prediction_and_truth(
+    tmp_path: Path,
+) -> None:
+    make_shard_folder(
+        tmp_path / "shards", lengths={"test": (3,)}, classes=("käfer_ä", "b")
+    )
+    subject = visualized(tmp_path / "shards", num_images=2)
     axes = draw_rollout(subject).axes
-    labels = [text.get_text() for each in axes for text in each.texts]
-    assert labels == ["image", "rollout", "image ×\nrollout"]
-    image, rollout, dimmed = (
-        each.images[0].get_array() for each in axes if each.images
-    )
-    assert np.array_equal(image, subject.sheet(1)[1][0].permute(1, 2, 0))
-    assert (dimmed <= image).all() and (dimmed < image).any()
-    assert not np.array_equal(rollout, image) and np.ptp(rollout, axis=-1).max() > 20, (
-        "in colour"
-    )
+    titles, pixels = subject.sheet(2)
+    expected = subject.model.logits(pixels).softmax(dim=1).max(dim=1)
+    shown = [each for each in axes if each.get_title()]
+    for each, title, share, column in zip(shown, titles, *expected, strict=True):
+        name = subject.loaded.class_names[int(column)]
+        lines = each.get_title().split("\n")
+        assert lines[0] == f"{float(share):.0%} {name}"
+        # Of another model's classes nothing is true or wrong.
+        assert lines[1].removeprefix("is: ") == title.replace("_", " ")
+        assert each.images[0].get_array().shape == (320, 320, 3)
+    # The heat lies on the same crop in grey, and the bar says what its colours mean.
+    grey, heat = axes[1].images
+    assert grey.get_array().shape == heat.get_array().shape == (320, 320)
+    assert heat.get_array().max() == pytest.approx(1.0, abs=0.05)
+    assert "weight" in axes[-1].get_ylabel()
+
+
+def test_layers_are_counted_from_one(tmp_path: Path) -> None:
+    make_shard_folder(tmp_path / "shards", lengths={"test": (3,)})
+    (axes,) = draw_distance(visualized(tmp_path / "shards")).axes
+    assert all(line.get_xdata().tolist() == [1, 2] for line in axes.lines[:3])
+    assert [text.get_text() for text in axes.get_legend().texts][0] == "a head"
 
 
 def test_shards_give_the_evaluations_pixels_and_classes(tmp_path: Path) -> None:
@@ -342,10 +359,11 @@ def test_shards_come_alone(tmp_path: Path) -> None:
         find_inputs(PredictRun(init="x", images=(shards, shards)))
 
 
-def test_a_long_name_is_broken_between_words_and_shortened_in_the_middle() -> None:
+def test_a_long_name_is_broken_between_words_and_never_shortened_in_the_middle() -> (
+    None
+):
     assert caption("7", width=3) == "7"
-    assert caption("letter", width=4) == "le…r"
     name = "capital_letter_a_with_acute"
     assert caption(name, width=16, num_lines=2) == "capital letter a\nwith acute"
-    assert caption(name, width=15) == "capital…h acute"
-    assert caption("abcdefgh-ij", width=4, num_lines=3) == "abcd\nefgh\n-ij"
+    assert caption("tench, Tinca tinca, a fish", width=14) == "tench, Tinca …"
+    assert caption("neu_mono_ä0005", width=46) == "neu mono ä0005"

@@ -118,7 +118,7 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
         1 + 6 * 6,
         24,
     )
-    assert (tmp_path / "run/pictures/test_predictions.png").stat().st_size > 1000
+    assert (tmp_path / "run/evaluation/predictions.png").stat().st_size > 1000
 
 
 # Work that every node does, the index once, what one reads while all is well, and the tracker,
