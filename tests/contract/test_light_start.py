@@ -129,9 +129,8 @@ def test_help_is_short_and_names_every_group(started):
         for n, run in shown.items()
         if run["code"] or "usage" not in run["output"].lower()
     ]
-    for (
-        script
-    ) in "pretrain.main finetune.main launch.slurm data_prep.make_shards".split():
+    scripts = "pretrain.main finetune.main launch.slurm data_prep.make_shards"
+    for script in scripts.split():
         output = shown[f"{script} --help"]["output"]
         assert len(output.splitlines()) <= 45 and "\n  launch  " in output, output
 
