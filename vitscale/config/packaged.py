@@ -19,6 +19,8 @@ IS_WHEEL = INSIDE.is_dir()
 # A checkout, a snapshot (launch/jobs/snapshot.py), or the wheel's folder.
 PROJECT_ROOT = INSIDE if IS_WHEEL else PACKAGE.parent
 CONFIGS = PROJECT_ROOT / "configs"
+# Written by launch/planning/configuration.py.
+COMPLETED_KEYS = PACKAGE / "config/completed_keys.txt"
 # What jobs run; changes elsewhere in the checkout do not count.
 CODE_FOLDERS = ("configs", "data_prep", "finetune", "launch", "pretrain", "vitscale")
 # In the root of a snapshot, which lies in a run folder that may be inside a checkout.
