@@ -312,8 +312,6 @@ PATH_KEYS = {
     "source.leave_out",
     "labels.space",
     "labels.map",
-    "launch.python",
-    "tracking.uri",
 }
 
 
@@ -578,7 +576,9 @@ def explain(
         elif value is MISSING:
             key = ".".join(path)
             what = f"{key} is missing"
-            step = f"set {key}=VALUE. {' '.join(node.get('description', '').split())}"
+            if kind == "missing":
+                text = " ".join(node.get("description", "").split())
+                step = f"set {key}=VALUE. {text}"
         elif kind.startswith(LIMIT_ERRORS):
             what = f"{show_value(value)} is not allowed"
             if isinstance(value, str):
