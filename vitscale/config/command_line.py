@@ -150,14 +150,9 @@ def load_command(
         if word.startswith("-"):
             name, _, given = word.partition("=")
             step = did_you_mean(name, known)
-            key = name.lstrip("-")
-            # A setting in the form of a switch: its value may be the next word.
-            if any(
-                key == setting.key
-                for run_type in by_stage.values()
-                for setting in settings_of(run_type).values()
-            ):
-                step = f"write {key}={given or next(remaining, 'VALUE')}"
+            # Most others are settings in the form of a switch, with the next word as their value.
+            if step is None:
+                step = f"write {name.lstrip('-')}={given or next(remaining, 'VALUE')}"
             error = UserError(
                 f"unknown switch {name}",
                 where=COMMAND_LINE,

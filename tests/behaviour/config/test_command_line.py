@@ -134,7 +134,10 @@ def test_a_pipe_other_than_the_output_still_fails():
         ("--seed=5", "next: write seed=5\\Z"),
         ("--seed", "next: write seed=VALUE\\Z"),
         ("--config runs/old", "next: resume this run by its settings: runs/old/config"),
-        ("--config b/nothing.yaml", "no file b/nothing.yaml\n  next: `vitscale configs` lists"),
+        (
+            "--config b/nothing.yaml",
+            "no file b/nothing.yaml\n  next: `vitscale configs` lists",
+        ),
     ],
 )
 def test_a_slip_is_answered_with_the_right_words(words: str, message: str) -> None:
