@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -54,8 +55,14 @@ CHANGES = (
 MAX_FILE_BYTES = 512 << 20
 GZIP = b"\x1f\x8b"
 MIN_BYTES = 64
-OTHER_STARTS = (b"\x00\x00\x01\x00", b"8BPS", b"\xff\x0a", b"II+\0", b"MM\0+")
-JPEG_2000 = b"jP  \r\n\x87\n"
+OTHER_STARTS = (
+    b"\x00\x00\x01\x00",
+    b"8BPS",
+    b"\xff\x0a",
+    b"II+\0",
+    b"MM\0+",
+    b"\0\0\0\x0cjP  \r\n\x87\n",
+)
 LOSSLESS = ("PNG", "TIFF", "BMP", "GIF")
 PNG_DEPTH = 24
 PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
@@ -182,7 +189,7 @@ def known_format(data: bytes) -> str:
     """Return the format of an image that may be converted. Raises Rejected."""
     format = format_of(data)
     if format is None:
-        is_other = data.startswith(OTHER_STARTS) or data[4:12] == JPEG_2000
+        is_other = data.startswith(OTHER_STARTS)
         raise Rejected("other_format" if is_other else "not_an_image")
     return format
 
@@ -222,26 +229,21 @@ def _changes(
     depth = max(tiff_tag(image, BITS, (8,)))
     if image.format == "PNG":
         depth = data[PNG_DEPTH]
+    # Pillow looks for a second picture, and raises IndexError, struct.error ... if it is broken.
+    has_more = True
+    with suppress(Exception):
+        has_more = getattr(image, "is_animated", False)
     is_needed = {
         "converted": image.format in OTHER_FORMATS,
         "cmyk": image.mode == "CMYK",
         "16_bit": depth > 8,
         "transparency": has_opacity(image),
         # A JPEG with several pictures (MPO) is one to every decoder.
-        "animation": image.format not in ("JPEG", "MPO") and _has_more(image),
+        "animation": image.format not in ("JPEG", "MPO") and has_more,
         "exif_rotation": turn != UPRIGHT,
         "short_side": short_side is not None and min(image.size) > short_side,
     }
     return [name for name, needed in is_needed.items() if needed]
-
-
-def _has_more(image: ImageFile) -> bool:
-    """Return True if there is a second picture, whole or not."""
-    try:
-        return bool(getattr(image, "is_animated", False))
-    except Exception:
-        # Pillow looks for it, and raises IndexError, struct.error ... where it is broken.
-        return True
 
 
 def _convert(found: CheckedImage, file: ImageFile, short_side: int | None) -> None:
