@@ -353,10 +353,10 @@ def test_transformers_sees_the_pixels_of_timm(tmp_path, to, resize):
     assert [labels.id2label[label] for label in range(5)] == list("vwxyz")
 
 
-@words(to="timm huggingface safetensors")
+@every(to="timm, huggingface, safetensors")
 def test_the_card_has_the_whole_code_for_one_photograph(
-    to: str, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+    to, tmp_path, monkeypatch, capsys
+):
     folder = exported(tmp_path / "out", to, {})
     monkeypatch.chdir(tmp_path)
     PHOTO.save("PHOTO.jpg")
