@@ -38,7 +38,7 @@ def main() -> None:
         program="vitscale evaluate",
         description="Evaluate a trained model on a folder of shards.\n"
         "Without a configuration: on the data of its run, by the evaluations of its run.\n"
-        "`vitscale` starts a process for each GPU, or --num-procs N.",
+        "`vitscale` starts a process for each GPU, or --num-procs N; --dry-run shows the plan.",
         # The user's own words come last, so that they win.
         argv=overrides + argv,
         needs_config=not overrides,

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveInt, field_serializer
+from pydantic import Field, PositiveInt, field_serializer, field_validator
 
 from vitscale.checkpoint.folders import resolve_weights
 from vitscale.config.loader import read_yaml
 from vitscale.config.section import Run, Section
 from vitscale.data.settings import MixedInShards, RemoteSettings
-from vitscale.evaluation.registry import EvaluationSettings
+from vitscale.evaluation.registry import EvaluationSettings, groups_of_names
 from vitscale.models.registry import ModelSettings
 from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.tracking.settings import TrackingSettings, tracking_problems
@@ -167,9 +167,10 @@ class EvaluateRun(ModelRun):
     are refused."""
     data: EvaluationData
     evaluate: tuple[EvaluationSettings, ...] = Field(min_length=1, strict=False)
-    """The evaluations, in the order of the table."""
+    """The evaluations, in the order of the table, or their names, as in evaluate=knn,few_shot."""
     tracking: TrackingSettings = TrackingSettings()
     launch: LaunchSettings = LaunchSettings()
+    _names = field_validator("evaluate", mode="before")(groups_of_names)
 
     @property
     def folder(self) -> str:

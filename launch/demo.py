@@ -23,7 +23,7 @@ from pathlib import Path
 
 try:
     from vitscale.config.errors import UserError, run_script
-    from vitscale.data.folders import files_below, folders_in
+    from vitscale.data.folders import files_below, folders_in, is_image_name
     from vitscale.data.split_names import splits_of_folders
     from vitscale.distributed.processes import num_gpus
 except ModuleNotFoundError as error:
@@ -34,8 +34,7 @@ MAX_PROCESSES = 2
 # Of a folder, which may be ImageNet: 600 steps see 38,400 images.
 FOLDER_LENGTH = "schedule.epochs=null schedule.steps=600"
 MAX_PER_CLASS, MAX_IMAGES = 200, 20_000
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-ALLOWED = "a folder with one sub-folder of JPEG, PNG or WebP images per class"
+ALLOWED = "a folder with one sub-folder of images per class"
 
 
 def name_of(folder: Path | None) -> str:
@@ -104,7 +103,7 @@ def link_some(folder: Path, target: Path) -> None:
     classes: dict[str, list[Path]] = {}
     for name in folders_in(folder):
         paths = sorted(map(Path, files_below(folder / name)))
-        if images := [path for path in paths if path.suffix.lower() in SUFFIXES]:
+        if images := [path for path in paths if is_image_name(path.name)]:
             classes[name] = images
     if not classes:
         raise UserError(

@@ -124,7 +124,7 @@ def write_card(
         "configs": [{"config_name": "default", "data_files": files}],
         "dataset_info": {"features": features},
     }
-    front = yaml.safe_dump(facts, sort_keys=False, width=math.inf)
+    front = yaml.safe_dump(facts, sort_keys=False, width=math.inf, allow_unicode=True)
     text = "Images as WebDataset tars; manifest.json has their numbers."
     write_text(folder / CARD_NAME, f"---\n{front}---\n\n{text}\n")
 

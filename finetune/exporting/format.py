@@ -14,7 +14,21 @@ from vitscale.distributed.atomic_files import write_bytes, write_json
 from vitscale.evaluation.trained_model import TrainedModel
 from vitscale.models.weights.reading import DESCRIPTION, FORMAT_VERSION
 
-IN_VITSCALE = 'import vitscale\nmodel = vitscale.load_model("FOLDER")'
+PHOTO = 'image = Image.open("PHOTO.jpg").convert("RGB")\n'
+
+
+def in_vitscale(model: TrainedModel) -> str:
+    """Python that loads the folder with vitscale and applies it to a photograph."""
+    apply = 'print(model(model.preprocess(image)[None], output="features"))'
+    if model.num_classes:
+        apply = (
+            "logits = model(model.preprocess(image)[None])\n"
+            "print(model.classes[logits.argmax()], logits.softmax(1).max())"
+        )
+    return (
+        "import vitscale\nfrom PIL import Image\n"
+        f'model = vitscale.load_model("FOLDER")\n{PHOTO}{apply}'
+    )
 
 
 class Format:
@@ -46,7 +60,7 @@ class Format:
         raise NotImplementedError
 
     def usage(self, model: TrainedModel) -> str:
-        """Python that loads the folder `FOLDER`, for the model card."""
+        """Python that applies the folder `FOLDER` to `PHOTO.jpg`, for the model card."""
         raise NotImplementedError
 
 

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from finetune.exporting.format import IN_VITSCALE, Format, save_weights, weights_of
+from finetune.exporting.format import (
+    PHOTO,
+    Format,
+    in_vitscale,
+    save_weights,
+    weights_of,
+)
 from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.trained_model import Preprocessing, TrainedModel
 from vitscale.models.settings import ViTSettings
@@ -93,14 +99,17 @@ class HuggingFaceFormat(Format):
 
     def usage(self, model: TrainedModel) -> str:
         kind = _class_name(model)
+        best = "outputs.last_hidden_state"
         if model.num_classes:
             kind = "AutoModelForImageClassification"
+            best = "model.config.id2label[outputs.logits.argmax().item()]"
         more = "".join(f", {key}={value}" for key, value in _options(model).items())
         return (
-            f"from transformers import AutoImageProcessor, {kind}\n"
+            f"from PIL import Image\nfrom transformers import AutoImageProcessor, {kind}\n"
             f'model = {kind}.from_pretrained("FOLDER"{more})\n'
             'processor = AutoImageProcessor.from_pretrained("FOLDER")\n'
-            f"# or\n{IN_VITSCALE}"
+            f'{PHOTO}outputs = model(**processor(image, return_tensors="pt"))\nprint({best})\n'
+            f"# or\n{in_vitscale(model)}"
         )
 
     def notes(self, model: TrainedModel) -> Iterator[str]:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from finetune.exporting.format import (
-    IN_VITSCALE,
     Format,
+    in_vitscale,
     save_weights,
     write_description,
 )
@@ -35,7 +35,7 @@ class SafetensorsFormat(Format):
         return logits
 
     def usage(self, model: TrainedModel) -> str:
-        return IN_VITSCALE
+        return in_vitscale(model)
 
 
 class NpzFormat(SafetensorsFormat):

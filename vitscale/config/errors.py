@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ EXIT_STOPPED_RESUMABLE = 75
 # How long the other ranks leave it to the first one to print an error, which all may have: a
 # launcher then ends them.
 FIRST_RANK_S = 5.0
+WORD_ENDS = re.compile("[._]")
 # Errors of storage that often pass. The last ones are of a server that is out of reach; Lustre says
 # ESHUTDOWN to a client that it has evicted.
 PASSING = (
@@ -213,7 +215,11 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     """The most similar known name, or None when none is similar."""
     from difflib import get_close_matches  # for errors alone
 
-    return next(iter(get_close_matches(name, known, n=1)), None)
+    # Of those with the same words, if there are any: model.heads means num_heads, not head_std.
+    words = {*WORD_ENDS.split(name)}
+    same = [each for each in known if words <= {*WORD_ENDS.split(each)}]
+    cutoff = 0.0 if same else 0.6
+    return next(iter(get_close_matches(name, same or known, n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(

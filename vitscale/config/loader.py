@@ -178,8 +178,9 @@ def read_yaml(text: str, *, name: str) -> Source:
         if isinstance(error, yaml.MarkedYAMLError):
             what = " ".join(filter(None, (error.context, error.problem)))
             mark = error.problem_mark or error.context_mark
+        step = "indent with blanks" if r"\t" in what else None
         what = f"not readable as YAML: {what}"
-        raise UserError(what, where=_place(name, mark)) from None
+        raise UserError(what, where=_place(name, mark), next_step=step) from None
     return Source(None if node is None else value_of(node, ()), places)
 
 
@@ -240,7 +241,10 @@ def _read_file(path: str, *, where: str | None) -> Source:
         raise UserError(what, where=where, next_step=step) from None
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
-        raise UserError(what, where=where or name) from None
+        step = None
+        if os.path.exists(os.path.join(path, "config.yaml")):
+            step = f"resume this run by its settings: {shown_path(path)}/config.yaml"
+        raise UserError(what, where=where or name, next_step=step) from None
     except UnicodeDecodeError:
         raise UserError("is not UTF-8 text", where=where or name) from None
     if len(data) > MAX_FILE_BYTES:
@@ -323,6 +327,10 @@ def _with_home(value: Any, key: str = "") -> Any:
     return value
 
 
+# Keys that exclude each other: the one on the command line replaces the other of a file.
+RIVALS = {"schedule.steps": "schedule.epochs", "schedule.epochs": "schedule.steps"}
+
+
 # ---- merging ----------------------------------------------------------------------------------
 
 
@@ -365,6 +373,8 @@ class Loaded(NamedTuple, Generic[RunT]):
     run: RunT
     places: Mapping[KeyPath, str]
     """Where each value that is no default came from."""
+    settled: Sequence[str] = ()
+    """A line for each value of a file that another one has replaced."""
 
 
 def load_run(
@@ -401,6 +411,15 @@ def load_run(
             raise UserErrors([*problems, error]) from None
 
     merged = reduce(merge, [*files, given])
+    settled: list[str] = []
+    for key, rival in RIVALS.items():
+        path_of_rival = tuple(rival.split("."))
+        former = value_at(merged.values, path_of_rival)
+        is_chosen = value_at(given.values, (*key.split("."),)) is not None
+        if is_chosen and former is not None and path_of_rival not in given.places:
+            origin = merged.places[path_of_rival]
+            settled.append(f"{key} replaces {rival}={former} of {origin}")
+            given = merge(read_override(f"{rival}=null"), given)
     try:
         run_type = _choose_type(run_types, merged)
         site = read_site(errors=problems) if with_site else NOTHING
@@ -422,7 +441,7 @@ def load_run(
         problems.append(error)
     if problems:
         raise UserErrors(problems)
-    return Loaded(run=run, places=merged.places)
+    return Loaded(run=run, places=merged.places, settled=settled)
 
 
 def load_run_file(run_types: RunTypes[RunT], path: Path | str) -> RunT:
@@ -555,20 +574,27 @@ def explain(
             allowed = ", ".join(group["properties"])
             step = _instead(path, node, group, run_type)
         elif value is MISSING:
-            what = f"{'.'.join(path)} is missing"
+            key = ".".join(path)
+            what = f"{key} is missing"
+            if kind == "missing":
+                text = " ".join(node.get("description", "").split())
+                step = f"set {key}=VALUE. {text}"
         elif kind.startswith(LIMIT_ERRORS):
             what = f"{show_value(value)} is not allowed"
             if isinstance(value, str):
-                known = allowed.removeprefix("a list, each item ").split(", ")
+                names = allowed.rpartition("names: ")[2]
+                known = names.removeprefix("a list, each item ").split(", ")
                 step = did_you_mean(value, known)
         elif isinstance(value, list):
             what = f"{show_value(value)} is a list of {len(value)}"
         elif kind.startswith("string") and not isinstance(value, dict | None):
             written = getattr(source.places.get(path), "text", None)
             step = f'put it in quotes: "{written or show_value(value)}"'
+        # A list that is too short without its invalid items is no error of its own.
+        if any(other[: len(path)] == path for other in errors):
+            continue
         where = _where(path, source)
-        new = UserError(what, where=where, allowed=allowed, next_step=step)
-        errors.setdefault(path, new)
+        errors[path] = UserError(what, where=where, allowed=allowed, next_step=step)
     return list(errors.values())
 
 

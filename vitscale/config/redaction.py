@@ -157,7 +157,7 @@ def _shared(value: Any, key: str) -> Any:
 
 def shared_yaml(config: Mapping[str, Any]) -> str:
     """A configuration as others may see it: no secrets, and of `launch` the sizes alone."""
-    return yaml.safe_dump(_shared(config, ""), sort_keys=False)
+    return yaml.safe_dump(_shared(config, ""), sort_keys=False, allow_unicode=True)
 
 
 def shown_setting(key: str, text: str | None) -> str | None:

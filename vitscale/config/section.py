@@ -244,6 +244,10 @@ def describe(node: Node | bool) -> str:
         items = node["prefixItems"]
         return f"a list of {len(items)} values, each {describe(items[0])}"
     if node.get("type") == "array":
+        if "oneOf" in node["items"]:
+            names = [*groups_of(node)]
+            text = f"names with commas, or a list such as [{{{NAME}: {names[0]}}}]"
+            return f"{text}; names: {', '.join(names)}"
         return f"a list, each item {describe(node['items'])}"
     if "properties" in node:
         return f"a group with the keys {', '.join(node['properties'])}"

@@ -265,8 +265,9 @@ def read_manifest(folder: Location | str) -> Manifest:
         raise UserError(
             what,
             where=str(folder),
-            next_step="correct the path; vitscale prepare shards data/image_folder makes shards of "
-            "images, vitscale prepare index data/index_shards an index of tars",
+            next_step="correct the path, of a run by data.path=SHARDS; vitscale prepare shards "
+            "data/image_folder makes shards of images, vitscale prepare index data/index_shards an "
+            "index of tars",
         ) from None
     except ValidationError as error:
         first = error.errors()[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -74,10 +74,15 @@ class CropRequest:
 
 
 @contextmanager
-def open_image(data: bytes) -> Iterator[Image.Image]:
-    """Open an image and read its header. Raises OSError if unreadable, ValueError if too large."""
+def open_image(
+    data: bytes, *, formats: Sequence[str] = FORMATS
+) -> Iterator[Image.Image]:
+    """Open an image and read its header.
+
+    Raises OSError if it is unreadable; ValueError if it is too large, or has no decoder here.
+    """
     try:
-        with open_picture(data, formats=FORMATS) as image:
+        with open_picture(data, formats=formats) as image:
             # Pillow's own limit is a global variable, which other code may have changed.
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(
@@ -86,6 +91,8 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
             yield image
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from None
+    except ModuleNotFoundError:
+        raise ValueError("HEIC is not read yet: pip install pillow-heif") from None
     except PILLOW_ERRORS as error:
         raise OSError(f"{type(error).__name__}: {error}") from None
 

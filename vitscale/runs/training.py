@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from vitscale.config.errors import UserError
 from vitscale.config.section import NamedSection, Run, Section
 from vitscale.data.settings import DataSettings, data_problems
 from vitscale.engine.settings import EngineSettings, raw_problems
-from vitscale.evaluation.registry import EvaluationSettings
+from vitscale.evaluation.registry import EvaluationSettings, groups_of_names
 from vitscale.models.registry import ModelSettings
 from vitscale.optim.settings import (
     OptimSettings,
@@ -56,8 +56,9 @@ class TrainingRun(Run):
     engine: EngineSettings = EngineSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluate: tuple[EvaluationSettings, ...] | None = Field(default=None, strict=False)
-    """Evaluations of `data.val_split`; all of them run after the last step too. Empty: none.
-    null: classification after the last step, if the objective trains a classifier."""
+    """Evaluations of `data.val_split`, or their names, as in evaluate=knn,few_shot; all of them run
+    after the last step too. Empty: none. null: classification after the last step, if the objective
+    trains a classifier."""
     tracking: TrackingSettings = TrackingSettings()
     launch: LaunchSettings = LaunchSettings()
     deepspeed: dict[str, Any] = {}
@@ -66,6 +67,8 @@ class TrainingRun(Run):
     """Name of the stage; a concrete type has one value."""
     objective: NamedSection
     """Prediction target of the training, and its loss; a concrete type lists the choices."""
+
+    _names = field_validator("evaluate", mode="before")(groups_of_names)
 
     @property
     def folder(self) -> str:

@@ -25,6 +25,7 @@ from tests.support.corpora.shard_folders import make_shard_folder, write_shard_f
 from tests.support.engine.small_models import small_model
 from tests.support.engine.subjects import WORLD
 from tests.support.tables import Values, every, refused, rows
+from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run
 from vitscale.data.index import read_split, sample_keys
 from vitscale.evaluation.evaluation import Share
@@ -154,7 +155,14 @@ def predicted(
     output = place / "predictions.csv"
     values |= {"output": str(output), "top": 2, "compute": {"batch": 4}}
     run = PredictRun.model_validate(values)
-    lines = list(predict_images(run, open_model(str(folder)), find_inputs(run), WORLD))
+    lines = []
+    try:
+        for line in predict_images(
+            run, open_model(str(folder)), find_inputs(run), WORLD
+        ):
+            lines.append(line)
+    except UserError as error:
+        lines.append(error.what)
     return lines, list(csv.DictReader(open(output)))
 
 
@@ -193,7 +201,9 @@ def test_images_that_cannot_be_read_are_neither_right_nor_wrong(
     assert lines[0].endswith(": 6 images, 4 of them unreadable")
     assert lines[1] == f"top-1 {right / 2:.2%} of 2 images with a label"
     assert [line.split(": ")[1] for line in lines[2:5]] == keys_of("0 1 2", "test")
-    assert lines[5:] == ["... 1 more, with the reason in column error"]
+    # The last one is an error, so that the command's exit code is 2.
+    more = "... 1 more, with the reason in column error"
+    assert lines[5:] == [more, "4 of 6 could not be read"]
 
 
 def test_tables_of_ranks_are_joined_in_the_memory_of_one_row_group(tmp_path):
