@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,10 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PositiveInt, field_serializer, field_validator
 
 from vitscale.checkpoint.folders import resolve_weights
-from vitscale.config.loader import read_yaml
+from vitscale.config.loader import full_name, read_yaml
 from vitscale.config.section import Run, Section
 from vitscale.data.settings import MixedInShards, RemoteSettings
-from vitscale.evaluation.registry import EvaluationSettings, groups_of_names
+from vitscale.evaluation.registry import (
+    EvaluationSettings,
+    groups_of_names,
+    held_out_split,
+    listed_twice,
+    only_held_out,
+)
 from vitscale.models.registry import ModelSettings
 from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.tracking.settings import TrackingSettings, tracking_problems
@@ -83,7 +87,7 @@ class ModelRun(Run):
 
     init: str
     """The model: a run folder, a checkpoint folder, a file of weights (.npz, .safetensors, .pth),
-    a folder of Hugging Face or timm, or hf://OWNER/NAME; see docs/weights.md."""
+    a folder of Hugging Face or timm, timm/NAME or hf://OWNER/NAME; see docs/weights.md."""
     init_weights: Literal["auto", "model", "ema"] = "auto"
     """The weights themselves (model) or their average (ema). auto: the average, unless
     there is none or more than 1 % of it is the random start."""
@@ -176,6 +180,9 @@ class EvaluateRun(ModelRun):
     def folder(self) -> str:
         return self.output or f"runs/{self.name}"
 
+    def implied(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield from held_out_split(self.data)
+
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
         if self.data.val_split is None and not self.data.dev_percent:
@@ -184,14 +191,7 @@ class EvaluateRun(ModelRun):
                 "null evaluates the part of dev_percent; set one of the two",
             )
 
-        # Metrics are named after their evaluation, so the second would replace the first.
-        counts = Counter(settings.name for settings in self.evaluate)
-        for name, count in sorted(counts.items()):
-            if count > 1:
-                yield (
-                    "evaluate",
-                    f"{name} is listed twice; its metrics would have the same names",
-                )
+        yield from listed_twice(self.evaluate)
         # One evaluation is one point in time.
         for settings in self.evaluate:
             if settings.every_steps is not None:
@@ -214,7 +214,7 @@ def settings_of_run(argv: Sequence[str]) -> list[str]:
     given = [word for word in argv if word.startswith("init=")]
     if not given:
         return []
-    init = os.path.expanduser(given[-1].removeprefix("init="))
+    init = full_name(given[-1].removeprefix("init="))
     if not init.startswith("hf://") and not Path(init).exists():
         # It raises, and names what is there instead.
         resolve_weights(init)
@@ -289,6 +289,12 @@ class PredictRun(ModelRun):
     num_workers: int = Field(default=2, ge=0)
     """Processes per rank that decode images."""
     remote: RemoteSettings = RemoteSettings()
+
+    def implied(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        path = self.images[0]
+        split = only_held_out(path, default=self.split)
+        if split is not None and "split" not in self.model_fields_set:
+            yield f"{path} has one split beside 'train'", {"split": split}
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()

@@ -34,7 +34,7 @@ from typing import Any
 import pyarrow as pa
 from blake3 import blake3
 
-from data_prep.formats.index_files import training_command
+from data_prep.formats.index_files import next_step
 from data_prep.formats.ledger import describe_inputs
 from data_prep.sources.protocol import ChangedSource, check_is_mounted, source_root
 from data_prep.steps.labels import load_labels
@@ -428,7 +428,7 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     print(
         f"  {classes}, {time.monotonic() - start:.1f} s, ledger.parquet names every input"
     )
-    print(f"next: {training_command(work.output, manifest, gpus=num_gpus())}")
+    print(f"next: {next_step(work.output, manifest, gpus=num_gpus())}")
 
 
 def _is_small(source: SourceSettings) -> bool:

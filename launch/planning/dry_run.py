@@ -217,7 +217,7 @@ def describe(run: LaunchableRun) -> str:
     values = run.model_dump(mode="json", exclude_defaults=True)
     settings = [f"{key}: {redact(yaml_flow(value))}" for key, value in values.items()]
 
-    rows = list(_rows(run))
+    rows = list(_known_rows(run))
     width = max(len(name) for name, _ in rows)
     plan = [f"{name:<{width}}  {value}" for name, value in rows]
 
@@ -245,6 +245,14 @@ def batch_script(run: LaunchableRun) -> str:
         code=code,
         run_folder=run_folder,
     )
+
+
+def _known_rows(run: LaunchableRun) -> Rows:
+    """The rows of a plan up to the first error, which ends it; the checks find the others."""
+    try:
+        yield from _rows(run)
+    except UserError as error:
+        yield "error", f"{error.where}: {error.what}"
 
 
 def _rows(run: LaunchableRun) -> Rows:

@@ -55,7 +55,8 @@ STEP_FOLDER = re.compile(r"step-(\d{8,})")
 REMEDY = "use another checkpoint of the run"
 ALLOWED_MODELS = (
     "a run folder (runs/NAME) or a checkpoint folder of it (checkpoints/step-N), a folder of timm "
-    "or Hugging Face (config.json), a file (.npz, .safetensors, .pth), or hf://OWNER/NAME"
+    "or Hugging Face (config.json), a file (.npz, .safetensors, .pth), timm/NAME, or "
+    "hf://OWNER/NAME"
 )
 
 

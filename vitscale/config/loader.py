@@ -14,6 +14,8 @@ import json
 import math
 import os
 import re
+import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
@@ -24,6 +26,7 @@ from pydantic import ValidationError
 
 from vitscale.config.errors import UserError, UserErrors, did_you_mean, nearest
 from vitscale.config.packaged import find_config, similar_configs
+from vitscale.config.redaction import flatten
 from vitscale.config.section import (
     NAME,
     KeyPath,
@@ -47,6 +50,8 @@ SITE_GROUPS = ("launch", "tracking")
 COMMAND_LINE = "command line"
 MAX_FILE_BYTES = 1 << 20
 MISSING: Any = object()
+# Entries of a run card that hold for the file as it is, and not with other data or length.
+OF_FILE = re.compile(r"^(What|Command|Hardware|Expect):.*(\n .*)*\n?", re.MULTILINE)
 
 CONSTANTS = {"": None, "~": None, "null": None, "true": True, "false": False}
 INTEGER = re.compile(r"[-+]?[0-9]+")
@@ -323,12 +328,20 @@ def _with_home(value: Any, key: str = "") -> Any:
     if isinstance(value, list):
         return [_with_home(item, f"{key}.N") for item in value]
     if isinstance(value, str) and key in PATH_KEYS:
-        return os.path.expanduser(value)
+        return full_name(value)
     return value
 
 
 # Keys that exclude each other: the one on the command line replaces the other of a file.
 RIVALS = {"schedule.steps": "schedule.epochs", "schedule.epochs": "schedule.steps"}
+
+
+def full_name(path: str) -> str:
+    """The path with `~` expanded. `timm/NAME`, timm's own name of its weights on the Hub, becomes
+    hf://timm/NAME, unless there is such a path here."""
+    if path.startswith("timm/") and not os.path.exists(path):
+        return f"hf://{path}"
+    return os.path.expanduser(path)
 
 
 # ---- merging ----------------------------------------------------------------------------------
@@ -402,7 +415,9 @@ def load_run(
 
     # The lowest layer has no values; keys that no layer sets are placed at it.
     files = [Source({}, {(): COMMAND_LINE})]
+    words = [*overrides]
     if path is not None:
+        words.insert(0, str(path))
         path = find_config(str(path))
         files = [Source({}, {(): shown_path(path)})]
         try:
@@ -430,7 +445,17 @@ def load_run(
         tree = tree_of(run_type) if any(path[-1] == NAME for path in names) else None
         merged = reduce(partial(merge, group=tree), layers)
         merged = Source(_with_home(merged.values), merged.places)
-        run = run_type.model_validate({"# card": _card(path)} | merged.values)
+        run = run_type.model_validate(merged.values)
+        # Inputs of the run are read once all that was given is valid.
+        for origin, values in run.implied():
+            merged = _with_implied(merged, values, origin=origin)
+            run = run_type.model_validate(merged.values)
+        card = _card(path)
+        if overrides:
+            # Of this run the file's card knows neither data and length nor the result.
+            stage = vars(run).get("stage", "launch").replace("data_prep", "launch")
+            card = f"Command: vitscale {stage} {shlex.join(words)}\n{OF_FILE.sub('', card)}"
+        run = run.model_copy(update={"card": card.strip()})
         if not problems:
             for key, what in run.problems():
                 where = _where(key.split("."), merged)
@@ -507,6 +532,19 @@ def _choose_type(run_types: RunTypes[RunT], source: Source) -> type[RunT]:
         step = "run the script of that stage, or another file"
     where = _where(["stage"], source)
     raise UserError(what, where=where, allowed=", ".join(by_stage), next_step=step)
+
+
+def _with_implied(given: Source, values: Mapping[str, Any], *, origin: str) -> Source:
+    """Put values below those that were given, and print the new ones in a line."""
+    places: dict[KeyPath, str] = {}
+    shown = [f"{origin}:"]
+    for key, text in flatten(values).items():
+        path = tuple(key.split("."))
+        if value_at(given.values, path, MISSING) is MISSING:
+            places[path] = origin
+            shown.append(f"{key}={text}")
+    print(*shown, file=sys.stderr, flush=True)
+    return merge(Source(values, places), given)
 
 
 def _card(path: Path | str | None) -> str:

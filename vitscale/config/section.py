@@ -106,6 +106,11 @@ class Run(Section):
     )
     """The comment at the top of the file, without its `#`: what the run is, and its sources."""
 
+    def implied(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (origin, values) for keys that nobody has set and that an input of the run settles:
+        its weights say which model they are of, its shards which splits they have."""
+        yield from ()
+
 
 class NamedSection(Section):
     """Settings of one entry of a registry, chosen by `name`. Concrete types narrow `name`."""

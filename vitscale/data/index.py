@@ -319,7 +319,7 @@ def read_split(
             f"no split {split!r}",
             where=str(folder),
             allowed=", ".join(sorted(manifest.splits)),
-            next_step=f"set {key}" if key else None,
+            next_step=f"set {key} to one of these" if key else None,
         )
     entry = manifest.splits[split]
     shard_names = [shard.name for shard in entry.shards]

@@ -171,7 +171,7 @@ def open_val_split(
     split = read_split(
         settings.path,
         split=settings.val_split,
-        key="data.val_split (null: none)",
+        key="data.val_split",
         remote_settings=settings.remote,
         check_files=check_files,
     )

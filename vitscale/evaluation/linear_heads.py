@@ -60,6 +60,8 @@ class LinearHeads(Probe):
     """Features stay sharded over ranks; only gradients of the heads travel."""
 
     Settings = LinearHeadsSettings
+    best_CD1: torch.Tensor | None = None
+    """The best head of features, the bias in its last column; None before, and of blocks."""
 
     def check(self, subject: Subject) -> str:
         if self.settings.inputs not in subject.model.known_outputs:
@@ -91,7 +93,7 @@ class LinearHeads(Probe):
             subject.num_train, settings.dev_fraction, seed=settings.seed
         )
 
-        heads = []  # dev and validation top-1 and rate of each head
+        heads = []  # dev and validation top-1, rate and weights of each head
         for columns in column_choices(train.values_ND.shape[1], output):
             train_part = replace(train, values_ND=train.values_ND[:, columns])
             val_part = replace(val, values_ND=val.values_ND[:, columns])
@@ -109,10 +111,14 @@ class LinearHeads(Probe):
             on_dev_H = dev_part.num_correct(score, device=device)
             on_val_H = val_part.num_correct(score, device=device)
             correct_2H = sum_over_ranks(torch.stack([on_dev_H, on_val_H])).tolist()
-            heads += list(zip(*correct_2H, settings.learning_rates, strict=True))
+            heads += list(
+                zip(*correct_2H, settings.learning_rates, weights_HCD, strict=True)
+            )
 
         # Chosen on the dev part, since the best of many on the reported split is too good.
-        on_dev, on_val, rate = max(heads, key=lambda head: head[0])
+        on_dev, on_val, rate, best_CD1 = max(heads, key=lambda head: head[0])
+        if output == "features":
+            self.best_CD1 = best_CD1
         ends = (min(settings.learning_rates), max(settings.learning_rates))
         return {
             "linear_top1": Share(on_val, subject.val.num_samples),

@@ -16,7 +16,12 @@ from vitscale.config.errors import UserError
 from vitscale.config.section import NamedSection, Run, Section
 from vitscale.data.settings import DataSettings, data_problems
 from vitscale.engine.settings import EngineSettings, raw_problems
-from vitscale.evaluation.registry import EvaluationSettings, groups_of_names
+from vitscale.evaluation.registry import (
+    EvaluationSettings,
+    groups_of_names,
+    held_out_split,
+    listed_twice,
+)
 from vitscale.models.registry import ModelSettings
 from vitscale.optim.settings import (
     OptimSettings,
@@ -78,6 +83,9 @@ class TrainingRun(Run):
         """Make the `Objective` that `objective` names."""
         raise NotImplementedError
 
+    def implied(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield from held_out_split(self.data)
+
     def starts_from(self) -> str | None:
         """Path of the weights that a new run starts from; None: random ones."""
         return None
@@ -119,12 +127,7 @@ class TrainingRun(Run):
                 "engine.precision",
                 "fp16 keeps its loss scale in ZeRO 1 to 3; set zero_stage=1",
             )
-        names = [evaluation.name for evaluation in self.evaluate or ()]
-        for name in sorted({name for name in names if names.count(name) > 1}):
-            yield (
-                "evaluate",
-                f"{name} is listed twice; its metrics would have the same names",
-            )
+        yield from listed_twice(self.evaluate or ())
         yield from tracking_problems(self.tracking)
         yield from schedule_problems(schedule)
         yield from optim_problems(self.optim, zero_stage=engine.zero_stage)

@@ -318,8 +318,10 @@ class TrainingSession:
         is_first = self.world.is_first
 
         # What later commands read: settings, and the names of the classes.
+        card = f"{run.card}\nRun: {run.stage} {facts}".strip()
         if is_first:
-            write_text(folder / "config.yaml", run_to_yaml(run))
+            described = run.model_copy(update={"card": card})
+            write_text(folder / "config.yaml", run_to_yaml(described))
             if self.objective.trains_classifier:
                 write_json(folder / CLASSES_NAME, list(self.data.classes))
 
@@ -338,7 +340,7 @@ class TrainingSession:
             tags=tags,
             resume_step=self.start_step,
             is_writer=is_first,
-            note="\n\n".join([CARD_KEY.sub(r"\n**\1:** ", run.card), facts]).strip(),
+            note=CARD_KEY.sub(r"\n**\1:** ", card).strip(),
             origin=self._source,
             say=say,
         )
@@ -384,7 +386,8 @@ class TrainingSession:
         dtype = str(engine.dtype).removeprefix("torch.")
         return (
             f"{start}; {num_parameters:.1f} M parameters at {arch.image_size} px"
-            f", {plan.num_samples} images, {num_classes} classes; {plan.equation}; "
+            f", {plan.num_samples} images of {redact(run.data.path)}, {num_classes} classes; "
+            f"{plan.equation}; "
             f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
             f"ZeRO {run.engine.zero_stage}; "
             f"decoder {resolve_decoder(run.data.decoder)}; "

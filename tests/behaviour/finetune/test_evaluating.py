@@ -116,6 +116,54 @@ def test_classes_in_another_order_give_the_same_metrics(shards, tmp_path, capsys
     assert [row["class"] for row in table] == list(CLASSES)
 
 
+LINEAR: Values = yaml.safe_load(
+    "{name: linear_heads, steps: 60, batch: 8, learning_rates: [0.0001, 0.3]}"
+)
+
+
+@rows("""
+- [settings]
+- [{}]
+- [{pool: gap}]
+- [{pool: cls_mean, pool_norm: false}]
+- [{num_classes: 0}]
+- [{representation_layer: true}]
+""")
+def test_a_linear_probe_leaves_a_model(
+    shards: Path, tmp_path: Path, settings: Values
+) -> None:
+    """Of other classes and pixels than the shards': with its new head it predicts as measured."""
+    pixels = {"mean": (0.4, 0.5, 0.6), "eval_resize": "center_crop"}
+    model = small_model(**{"num_classes": 7, "preprocessing": pixels, **settings})
+    init = saved(tmp_path / "init", model)
+    swapped = {"train_split": "test", "val_split": "train"}  # six images teach 18
+    run = evaluation(init, shards, [LINEAR, {"name": "knn", "k": 3}], **swapped)
+    expected = results(run)
+    written = Path(run.folder) / "evaluation/linear_model"
+    opened = open_model(str(written))
+    assert opened.classes == CLASSES and opened.preprocessing == model.preprocessing
+    again = evaluation(written, shards, LOGITS[:1], val_split="train")
+    found = results(again.model_copy(update={"output": str(tmp_path / "again")}))
+    assert found["top1"] == pytest.approx(expected["linear_top1"], abs=1e-9)
+    assert 0 < found["top1"] < 1
+    trunk = {k: v for k, v in model.network.state_dict().items() if "head" not in k}
+    theirs = opened.network.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in trunk.items())
+
+
+def test_no_model_is_left_where_no_single_head_saw_the_features(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_model(distillation_token=True, depth=4)
+    run = evaluation(saved(tmp_path / "a", model), shards, [LINEAR])
+    results(run)
+    blocks = small_model(depth=4)
+    saved(tmp_path / "b", blocks)
+    results(evaluation(tmp_path / "b", shards, [LINEAR | {"inputs": "blocks"}]))
+    assert not list(tmp_path.rglob("linear_model"))
+    assert "linear head" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("classes", "message"),
     [

@@ -189,6 +189,17 @@ def test_a_share_that_cannot_be_divided_well_is_a_warning(batch, tasks, nodes, p
     )
 
 
+def test_a_plan_that_fails_hides_no_other_error():
+    schedule = {"steps": 5, "warmup_steps": 10}
+    values = SECTIONS | {"data": DATA, "schedule": schedule}
+    wrong = {"preset": "Ti/16", "num_classes": 9}
+    run = PretrainRun.model_validate(values | {"model": wrong})
+    assert "\nerror       schedule.warmup_steps: 10 warm-up steps" in describe(run)
+    assert checked(model=wrong, schedule=schedule)["data"].detail.startswith(
+        "model.num_classes: 9 classes"
+    )
+
+
 def test_an_evaluation_can_be_submitted():
     overrides = ["launch.tasks_per_node=2", "model.num_heads=4"]
     run = load_run(

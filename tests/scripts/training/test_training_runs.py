@@ -101,6 +101,8 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
     command += [f"data.path={fault_runs.shards}", f"output={tmp_path / 'run'}"]
     command += ["schedule.steps=10", "schedule.warmup_steps=2", "engine.zero_stage=3"]
     command += [
+        "model.patch_size=4",
+        "init_patch=same",
         "model.width=24",
         "model.depth=2",
         "model.mlp_width=48",
