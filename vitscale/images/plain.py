@@ -107,7 +107,10 @@ def open_picture(data: bytes, *, formats: Sequence[str]) -> Image.Image:
     """
     _quiet_pillow()
     format = format_of(data)
-    if format == "HEIF" and format in formats:
+    if format != "HEIF":
+        # Pillow does not know the name before the package is loaded.
+        formats = [name for name in formats if name != "HEIF"]
+    elif format in formats:
         _add_heif()
     if format == "TIFF":
         _refuse_long_lists(data)

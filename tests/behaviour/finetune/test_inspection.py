@@ -318,7 +318,7 @@ def test_unprepared_images_are_converted_as_shards_are() -> None:
         stored = check_image(content, settings=ImageSettings(), convert=True).content
         found = converted_pixels(content)
         assert found is not None and np.abs(found.int() - decoded(stored)).max() <= 10
-    for bad in (b"", b"no image", turned[:200], encoded(photo, "BMP")):
+    for bad in (b"", b"no image", turned[:200], encoded(photo, "PPM")):
         with pytest.raises((OSError, ValueError)):
             converted_pixels(bad)
 
