@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from shlex import quote
 
-from launch.jobs.processes import EXIT_INTERRUPTED, LogTail
+from launch.jobs.processes import LogTail
 from launch.jobs.queue import known_jobs
 from launch.jobs.run_folders import newest_log, shown_folder
 from launch.jobs.run_states import ACTIVE, RunState, read_state
