@@ -284,12 +284,8 @@ def test_missing_data_may_be_planned_and_weights_written_later():
 - [evaluate, {init: shards, evaluate: [{name: knn}], data: {train_split: lost}}, no split 'lost']
 """)
 def test_what_this_machine_lacks_is_found_before_a_start(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stage: str,
-    changes: dict[str, Any],
-    message: str,
-) -> None:
+    folder, monkeypatch, stage, changes, message
+):
     """And nothing is written."""
     monkeypatch.setattr("launch.planning.dry_run.has_gpu", lambda: False)
     (folder.parent / "file").touch()
