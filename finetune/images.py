@@ -88,15 +88,8 @@ def shard_folder(paths: Sequence[str]) -> str | None:
 def find_files(given: Sequence[str]) -> Images:
     """Files as given; of folders every image below, sorted by path. Hidden ones are left out.
 
-    Raises UserError for a path that does not exist, and if there are no images.
+    Raises UserError if there are no images.
     """
-    # All of them in one message, as a list of files often has several wrong names.
-    missing = [path for path in given if not os.path.exists(path)]
-    if missing:
-        raise UserError(
-            f"no such file or folder: {', '.join(map(repr, missing))}", where="images"
-        )
-
     # A file that is named is read whatever its name; in a folder the name decides.
     paths: list[str] = []
     num_left_out = 0

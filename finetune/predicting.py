@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from vitscale.distributed.atomic_files import atomic_file, make_folders
 from vitscale.distributed.world import World, errors_on_all_ranks, gather_objects
 from vitscale.evaluation.classes import column_of_each_class
 from vitscale.evaluation.trained_model import TrainedModel
+from vitscale.tracking.journal import item_progress
 
 # The prediction of one image, with the columns of `schema`.
 Row = dict[str, Any]
@@ -216,15 +218,22 @@ def predictions(
     )
 
     pending: list[Row] = []
-    with open_batches(
-        samples,
-        positions,
-        batch=size,
-        settings=settings,
-        pin_memory=world.device.type == "cuda",
-    ) as batches:
+    progress = item_progress(
+        "predict", total=stop - start, is_shown=world.is_first, file=sys.stderr
+    )
+    with (
+        open_batches(
+            samples,
+            positions,
+            batch=size,
+            settings=settings,
+            pin_memory=world.device.type == "cuda",
+        ) as batches,
+        progress as advance,
+    ):
         for numbers, cpu_batch in zip(positions, batches, strict=True):
             logits_BC = network.logits(cpu_batch.to(world.device).images)
+            advance(len(numbers))
             shares_BK, ranked_BK = _ranked(logits_BC, model, top=top)
             errors = {image.sample: image.error for image in cpu_batch.unreadable}
             # Shards have a class for each label; files have none, so the column stays empty.

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PositiveInt, field_serializer, field_validator
 
 from vitscale.checkpoint.folders import resolve_weights
+from vitscale.config.errors import UserError
 from vitscale.config.loader import full_name, read_yaml
 from vitscale.config.section import Run, Section
+from vitscale.data.remote import is_url
 from vitscale.data.settings import MixedInShards, RemoteSettings
 from vitscale.evaluation.registry import (
     EvaluationSettings,
@@ -86,8 +88,9 @@ class ModelRun(Run):
     """A command that applies a trained model."""
 
     init: str
-    """The model: a run folder, a checkpoint folder, a file of weights (.npz, .safetensors, .pth),
-    a folder of Hugging Face or timm, timm/NAME or hf://OWNER/NAME; see docs/weights.md."""
+    """The model: a run folder (its best checkpoint, without evaluations the newest), a checkpoint
+    folder, a file of weights (.npz, .safetensors, .pth), a folder of Hugging Face or timm,
+    timm/NAME or hf://OWNER/NAME; see docs/weights.md."""
     init_weights: Literal["auto", "model", "ema"] = "auto"
     """The weights themselves (model) or their average (ema). auto: the average, unless
     there is none or more than 1 % of it is the random start."""
@@ -203,6 +206,20 @@ class EvaluateRun(ModelRun):
         yield from launch_problems(self.launch)
 
 
+def check_paths(init: str, images: Sequence[str] = ()) -> None:
+    """Raise UserError for a model and images that are not there: before torch is imported."""
+    if not init.startswith("hf://") and not Path(init).exists():
+        # It raises, and names what is there instead.
+        resolve_weights(init)
+
+    # All of them in one message, as a list of files often has several wrong names.
+    paths = [path for path in images if not is_url(path)]
+    missing = [path for path in paths if not Path(path).exists()]
+    if missing:
+        what = f"no such file or folder: {', '.join(map(repr, missing))}"
+        raise UserError(what, where="images", next_step="correct the path")
+
+
 def settings_of_run(argv: Sequence[str]) -> list[str]:
     """Overrides that evaluate the run of `init=` on its own data, as it evaluates itself.
 
@@ -215,9 +232,7 @@ def settings_of_run(argv: Sequence[str]) -> list[str]:
     if not given:
         return []
     init = full_name(given[-1].removeprefix("init="))
-    if not init.startswith("hf://") and not Path(init).exists():
-        # It raises, and names what is there instead.
-        resolve_weights(init)
+    check_paths(init)
 
     # `init` is a run folder, or a checkpoint below the `checkpoints` of one.
     config: dict[str, Any] = {}

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +23,12 @@ import webbrowser
 from pathlib import Path
 
 try:
-    from vitscale.config.errors import UserError, run_script
+    from vitscale.config.errors import (
+        EXIT_INTERRUPTED,
+        EXIT_STOPPED_RESUMABLE,
+        UserError,
+        run_script,
+    )
     from vitscale.data.folders import files_below, folders_in, is_image_name
     from vitscale.data.split_names import splits_of_folders
     from vitscale.distributed.processes import num_gpus
@@ -124,9 +130,13 @@ def link_some(folder: Path, target: Path) -> None:
 def run_command(title: str, command: str) -> None:
     print(f"\n=== {title}\n$ {command}", flush=True)
     _, *words = shlex.split(command)
-    if code := subprocess.run(
-        [sys.executable, "-m", "vitscale.command", *words]
-    ).returncode:
+    # Ctrl-C is for the command that runs, which says what it keeps.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    code = subprocess.run([sys.executable, "-m", "vitscale.command", *words]).returncode
+    signal.signal(signal.SIGINT, before)
+    if code in (EXIT_INTERRUPTED, EXIT_STOPPED_RESUMABLE):
+        raise SystemExit(code)
+    if code:
         raise UserError(
             f"{title} ended with exit code {code}",
             where=command,

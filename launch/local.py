@@ -17,11 +17,10 @@ try:
     from launch.chains.load import launch_command, load_chain
     from launch.chains.settings import ChainRun
     from launch.jobs.preparation import LaunchableRun, check_job, prepare_job
-    from launch.jobs.processes import EXIT_INTERRUPTED, StopFlag, run_here
+    from launch.jobs.processes import StopFlag, run_here
+    from launch.planning.dry_run import check_here
     from vitscale.config.errors import UserError, run_script
-    from vitscale.data.index import read_manifest
     from vitscale.distributed.processes import num_cores, num_gpus
-    from vitscale.runs.training import TrainingRun
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -60,10 +59,8 @@ def main() -> None:
     if is_dry_run:
         print(plan_here(run, num_procs))
         return
-    if isinstance(run, TrainingRun) and not run.data.is_streamed:
-        read_manifest(
-            run.data.path
-        )  # a wrong path is an error here, before ranks import torch
+    # What is missing is an error here, before a rank imports torch or the run has a folder.
+    check_here(run, num_procs=num_procs)
     job = prepare_job(run, cluster="local")
     raise SystemExit(
         run_here(job, python=run.launch.python, num_procs=num_procs, stop=stop)
@@ -96,11 +93,7 @@ def start_chain(
     if is_dry_run:
         print(overview(chain, chain_states(chain)))
         return 0
-    try:
-        return run_chain(chain, num_procs=num_procs, stop=stop)
-    except KeyboardInterrupt:
-        print("\ninterrupted: all processes were ended", file=sys.stderr, flush=True)
-        return EXIT_INTERRUPTED
+    return run_chain(chain, num_procs=num_procs, stop=stop)
 
 
 def parse_num_procs() -> tuple[int, list[str]]:

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from vitscale.config import packaged
-from vitscale.config.errors import UserError, did_you_mean, not_written, run_script
+from vitscale.config.errors import (
+    UserError,
+    did_you_mean,
+    interrupts_deferred,
+    not_written,
+    run_script,
+)
 from vitscale.config.packaged import CONFIGS, config_names
 
 PREPARE = {
@@ -208,9 +214,9 @@ def execute(script: str, words: Sequence[str]) -> NoReturn:
     if packaged.IS_WHEEL:  # its stages are on no path of their own
         paths = [str(packaged.INSIDE), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    os.execv(
-        sys.executable, [sys.executable, str(packaged.PROJECT_ROOT / script), *words]
-    )
+    program = [sys.executable, str(packaged.PROJECT_ROOT / script), *words]
+    with interrupts_deferred():
+        os.execv(sys.executable, program)
 
 
 def list_configs(words: Sequence[str]) -> None:

@@ -13,26 +13,9 @@ from typing import Any
 from launch.comparison.runs import AXES, ComparedRun
 from vitscale.config.changes import changed_settings, with_effect
 from vitscale.config.errors import UserError
+from vitscale.evaluation.main_metric import direction, preference
 
-# Which direction is better, by the suffix of a metric's name.
-BETTER = {
-    "loss": "lower",
-    "error": "lower",
-    "data_wait": "lower",
-    "top1": "higher",
-    "top5": "higher",
-    "accuracy": "higher",
-    "images_per_s": "higher",
-    "mfu": "higher",
-}
-# The metric that decides: the first of these that the most runs have, then any of val, then loss.
-PREFERRED = (
-    "val/top1",
-    "val/knn_top1",
-    "val/linear_top1",
-    "val/class_mean_top1",
-    "val/loss",
-)
+# The metric that decides where no run was evaluated.
 LAST_RESORT = "train/loss"
 # The place of a run in a chain: the chain's name, the stage, and the keys of its sweeps and of its
 # inputs' sweeps.
@@ -124,10 +107,7 @@ class Comparison:
         """The metric that says which run is best."""
 
         def place(line: MetricLine) -> tuple[int, int, bool, str]:
-            rank = (
-                PREFERRED.index(line.key) if line.key in PREFERRED else len(PREFERRED)
-            )
-            return -len(_finite(line.equal)), rank, line.better != "higher", line.key
+            return -len(_finite(line.equal)), *preference(line.key)
 
         known = [line for line in self.metrics if line.better and _finite(line.equal)]
         evaluated = [line for line in known if line.key.startswith("val/")]
@@ -238,10 +218,7 @@ def _last(values: Sequence[Any], places: Sequence[float], limit: float) -> Any:
 def _metric_line(
     key: str, runs: Sequence[ComparedRun], budget: Budget | None
 ) -> MetricLine:
-    name = key.rsplit("/", 1)[-1]
-    better = next(
-        (way for suffix, way in BETTER.items() if name.endswith(suffix)), None
-    )
+    better = direction(key)
     series = [run.series(key) for run in runs]
     pick = max if better == "higher" else min
     final = tuple(values[-1] if values else None for _, values in series)

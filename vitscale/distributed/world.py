@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from vitscale.config.errors import (
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
     NodeError,
     PeerLostError,
     RankError,
@@ -54,7 +55,7 @@ ODD_RANK = "vitscale/odd rank"
 DEVICE_TYPES = ("cpu", "cuda")
 # The group of the threads that save, see `control_group`.
 SAVES = "saves"
-STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 # Of a planned end: how long ranks may take until all have left. With the seconds that a launcher
 # waits before it kills a rank that was stopped, well below 20 s.
 LEAVE_S = 10.0
@@ -414,7 +415,8 @@ def control_group(
 
 
 class PreemptionFlag:
-    """Stop all ranks at the same step after SIGUSR2 (SLURM's warning) or SIGTERM to any of them.
+    """Stop all ranks at the same step after SIGUSR2 (SLURM's warning), SIGTERM or Ctrl-C to any of
+    them. A second Ctrl-C ends its rank at once.
 
     When step S ends, the ranks begin to reduce one byte, in the background; they read it when step
     S + 1 ends. So all read the same at the same step, and none waits for another in between.
@@ -425,24 +427,32 @@ class PreemptionFlag:
 
     def __init__(self) -> None:
         """Collective."""
-        self._received = self._stops = False
+        self._received = self._interrupted = self._stops = False
         self._group = control_group("stop")
         self._flag = torch.zeros(1, dtype=torch.uint8)
         self._work: dist.Work | None = None
 
     def __enter__(self) -> PreemptionFlag:
         self._previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._remember)
+        for number, handler in self._previous.items():
+            # Background jobs of a shell ignore Ctrl-C.
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, self._remember)
         return self
 
     def __exit__(self, *_: object) -> None:
+        stops = self._received or self._stops
         for number, handler in self._previous.items():
-            if self._received or self._stops:
-                handler = signal.SIG_IGN
-            signal.signal(number, handler)
+            if not stops:
+                signal.signal(number, handler)
+            elif number != signal.SIGINT:
+                signal.signal(number, signal.SIG_IGN)
 
-    def _remember(self, *_: object) -> None:
+    def _remember(self, number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            if self._interrupted:
+                end_now(EXIT_INTERRUPTED)
+            self._interrupted = True
         self._received = True
 
     def set_on_any_rank(self) -> bool:

@@ -19,7 +19,9 @@ from vitscale.checkpoint.folders import (
     ALLOWED_MODELS,
     MANIFEST,
     Checkpoint,
+    best_of,
     resolve_weights,
+    step_folders,
 )
 from vitscale.checkpoint.store import read_tensors
 from vitscale.config.errors import UserError
@@ -203,7 +205,7 @@ def open_model(
         disable_progress_bars()
 
     source, run, arch = read_model(
-        init, weights=weights, model=model, key=key, world=world
+        init, weights=weights, model=model, key=key, takes_best=True, world=world
     )
     if run is not None and model is not None:
         raise UserError(
@@ -265,11 +267,12 @@ def read_source(
     weights: str = "auto",
     model: ModelSettings | None = None,
     key: str = "init",
+    takes_best: bool = False,
     world: World | None = None,
 ) -> tuple[Weights, SourceRun | None]:
     """Read the weights that `init` names, and our run that trained them. Arguments: `open_model`.
 
-    Raises UserError.
+    takes_best: of a run folder the best checkpoint, not the newest. Raises UserError.
     """
     path = Path(init)
     if init.startswith(HUB):
@@ -288,15 +291,26 @@ def read_source(
             "world_size": world.world_size,
             "gather": gather_objects,
         }
+    best = None
+    if takes_best:
+        best = best_of(step_folders(path / "checkpoints"))
+        if world is not None:
+            best = gather_objects(best)[0]
+    if best is not None:
+        init = str(best[0])
     checkpoint, warnings = resolve_weights(init, key=key, **ranks)
     folder = checkpoint.folder.parent.parent
     config, sections, arch = _read_config(checkpoint, folder / "config.yaml")
 
-    # People tell checkpoints of one run apart by the step and the end of the run.
+    # People tell checkpoints of one run apart by the step, the end of the run and the metric.
     origin = f"{checkpoint.folder}, step {checkpoint.step}"
     start = read_start(folder)
     if start is not None and checkpoint.step < start.total_steps:
-        origin += f" of {start.total_steps}, not finished"
+        origin += f" of {start.total_steps}"
+        if best is None:
+            origin += ", not finished"
+    if best is not None:
+        origin += f", the best by {best[1]['metric']} ({best[1]['value']:.4f})"
     averaged = takes_average(checkpoint, weights)
     prefix = "model."
     if averaged:

@@ -39,9 +39,9 @@ class CheckpointSettings(Section):
     """When checkpoints are written, and how many stay."""
 
     every_steps: int = Field(default=1000, gt=0)
-    """Steps between checkpoints; the last step always gets one."""
+    """Steps between checkpoints; the last step and a new best value get one, too."""
     keep: int = Field(default=2, ge=1)
-    """Newest checkpoints that stay; older ones are removed after a commit."""
+    """Newest checkpoints that stay, beside the best one; older ones are removed after a commit."""
 
 
 class TrainingRun(Run):
@@ -152,10 +152,13 @@ class TrainingPlan:
 
     @property
     def equation(self) -> str:
-        return (
+        text = (
             f"global batch {self.global_batch} = {self.world_size} ranks "
-            f"x {self.micro_batch} images x {self.accumulation} accumulated"
+            f"x {self.micro_batch} images"
         )
+        if self.accumulation > 1:
+            text += f" x {self.accumulation} accumulated"
+        return text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

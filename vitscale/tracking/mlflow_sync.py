@@ -36,7 +36,8 @@ from vitscale.config.redaction import (
     shared_yaml,
     short_reason,
 )
-from vitscale.distributed.events import read_events
+from vitscale.distributed.atomic_files import or_warn
+from vitscale.distributed.events import EVENTS_NAME, append_event, read_events
 from vitscale.distributed.processes import node_name
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.run_files import safe_files
@@ -77,17 +78,7 @@ FILES = ("source-*.diff", "results.*", "pictures/*.png", "evaluation/**/*.*")
 # Beside a local database.
 ARTIFACTS_FOLDER = "mlflow-artifacts"
 # Where a server may let this machine write. Its own `runs:` and `models:` may lead to a folder.
-REMOTE_ARTIFACTS = (
-    "mlflow-artifacts",
-    "http",
-    "https",
-    "s3",
-    "gs",
-    "wasbs",
-    "abfss",
-    "hdfs",
-    "dbfs",
-)
+REMOTE_ARTIFACTS = "mlflow-artifacts http https s3 gs wasbs abfss hdfs dbfs".split()
 MAX_FILE_BYTES = 256 << 20
 # Metrics of the process, which no resume repeats.
 VITALS_PREFIX = "vitals/"
@@ -559,7 +550,7 @@ def upload(
     Says what was done. A failure is said too and not raised: the files themselves are on disk.
     """
     record = read_record(folder)
-    if record is None or record.uri is None or not files:
+    if record is None or record.uri is None:
         return
     try:
         run = MlflowRun(folder, record.uri, say=say)
@@ -567,9 +558,19 @@ def upload(
         artifacts = run.artifacts()
         for path in files:
             artifacts.log_artifact(str(path), place)
-        say(f"uploaded to MLflow run {printable(run.run_id)}")
+        if files:
+            say(f"uploaded to MLflow run {printable(run.run_id)}")
     except Exception as error:
         say(f"warning: not uploaded to MLflow ({short_reason(error)})")
+
+
+def close_run(folder: Path, status: Status, *, say: Say) -> None:
+    """Record, here and in MLflow, how a run ended whose process was killed and could not."""
+    record = read_record(folder)
+    if record is not None and record.ended is None:
+        with or_warn(folder / EVENTS_NAME, say):
+            append_event(folder, ENDED, {"status": status})
+        upload(folder, (), say=say)
 
 
 # ---- reading ----------------------------------------------------------------------------------

@@ -208,7 +208,9 @@ class Tracker:
         self._closing.set()
 
         # All stores together get this time.
-        wait_s = FAILED_CLOSE_WAIT_S if status == "FAILED" else CLOSE_WAIT_S
+        wait_s = CLOSE_WAIT_S
+        if status in ("FAILED", "KILLED"):
+            wait_s = FAILED_CLOSE_WAIT_S
         deadline = time.monotonic() + wait_s
         for name, thread in self._threads.items():
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -324,7 +324,9 @@ class IntervalLog:
             num_replaced=num_unreadable,
             say=say,
         )
+        self._start_step = start_step
         self._clock = _Clock()
+        self._paced_from = (self._clock.start, start_step)
         # Of the first step, which starts workers and compiles: it counts for the throughput only
         # where its interval has no other step.
         self._first: _Clock | None = None
@@ -393,12 +395,22 @@ class IntervalLog:
         self.tracker.log(metrics, step=step)
         steps = self._plan.total_steps
         loss = metrics["train/loss"]
-        eta_s = (steps - step) * self._plan.global_batch / speed
+        eta = format_duration(self._seconds_left(step))
         self.say(
             f"step {step}/{steps} loss {loss:.4f} lr {lr:.1e} img/s {speed:.0f} "
-            f"wait {wait:.0%} eta {format_duration(eta_s)}"
+            f"wait {wait:.0%} eta {eta}"
         )
         self._skipped.update(health, step=step, loss_scale=scale)
+
+    def _seconds_left(self, step: int) -> float:
+        """By the mean pace, with evaluations and saves, since the first line of this start."""
+        now = time.perf_counter()
+        begun, first_step = self._paced_from
+        # The time before that line has the start of workers and compilation.
+        if first_step == self._start_step:
+            self._paced_from = (now, step)
+        pace_s = (now - begun) / (step - first_step)
+        return pace_s * (self._plan.total_steps - step)
 
     def _speed(self) -> dict[str, float]:
         clock = self._clock if self._clock.num_images else self._first or self._clock

@@ -7,11 +7,13 @@ itself, which is in pretrain/main.py and finetune/main.py.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,14 @@ import torch
 import yaml
 from torch import nn
 
-from vitscale.checkpoint.folders import Checkpoint, Commit
+from vitscale.checkpoint.folders import (
+    Checkpoint,
+    Commit,
+    Score,
+    best_of,
+    step_folders,
+    step_of,
+)
 from vitscale.checkpoint.store import (
     CheckpointStore,
     SavedTensors,
@@ -56,6 +65,7 @@ from vitscale.engine.engine import (
     resolve_precision,
 )
 from vitscale.evaluation.evaluation import FILES, NonFiniteOutputs, Subject
+from vitscale.evaluation.main_metric import score_of
 from vitscale.evaluation.registry import ScheduledEvaluations
 from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.crops import resolve_decoder
@@ -66,7 +76,7 @@ from vitscale.objectives.objective import Objective, check_objective
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
 from vitscale.optim.settings import learning_rate
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
-from vitscale.tracking.journal import training_log
+from vitscale.tracking.journal import format_duration, training_log
 from vitscale.tracking.mlflow_sync import DATA_TAG, read_record
 from vitscale.tracking.tracker import Tracker
 from vitscale.training.interval_log import IntervalLog, profiled
@@ -74,11 +84,10 @@ from vitscale.training.interval_log import IntervalLog, profiled
 # Loads weights into a fresh model; returns their source, and what to say about them.
 InitialWeights = Callable[[nn.Module, Architecture], tuple[str | None, list[str]]]
 # Settings that act on the first weights alone.
-START_ONLY = (
-    *("init", "init_weights", "keep_head", "position_embedding", "init_patch"),
-    *("model.weight_init", "model.position_init", "model.head_std", "model.head_bias"),
-    "model.layer_scale",
-)
+START_ONLY = """
+init init_weights keep_head position_embedding init_patch model.weight_init model.position_init
+model.head_std model.head_bias model.layer_scale
+""".split()
 # `What: ...` at the start of a line of a run card.
 CARD_KEY = re.compile(r"^(\w+): +", re.MULTILINE)
 
@@ -132,6 +141,7 @@ class TrainingSession:
         self.watchdog = watchdog
         self.world = watchdog.world
         self.folder = Path(run.folder)
+        self._opened = time.monotonic()
         # There is no log yet: it gets these lines once it is open.
         self._messages: list[str] = []
 
@@ -189,6 +199,8 @@ class TrainingSession:
             )
         )
         checkpoint, messages = self.store.newest()
+        best = gather_objects(best_of(step_folders(self.store.folder)))[0]
+        self._best_score: Score | None = None if best is None else best[1]
         self._messages += messages
         self._messages += self.objective.messages
         self._messages += [part.note for part in self.data.parts if part.note]
@@ -412,7 +424,26 @@ class TrainingSession:
             self.engine.set_learning_rate(self.lr)
             yield step
         self._report(self.store.wait())
-        self.log.say(f"done: {self.folder} at step {plan.total_steps}")
+        if self.world.is_first:
+            self._say_end()
+
+    def _say_end(self) -> None:
+        """What was trained, how good it is, and what to do with it."""
+        duration = format_duration(time.monotonic() - self._opened)
+        num_steps = self.plan.total_steps - self.start_step
+        text = f"done: {self.folder}, {num_steps:,} steps in {duration}"
+        best = best_of(step_folders(self.store.folder))
+        if best is not None:
+            score = best[1]
+            text += f"; best {score['metric']} {score['value']:.4f} at step {step_of(best[0]):,}"
+        quoted = quote(str(self.folder))
+        use = f"finetune CONFIG init={quoted} data.path=SHARDS"
+        if self.objective.trains_classifier:
+            use = f"predict init={quoted} IMAGES"
+        self.log.say(
+            f"{text}\nnext: vitscale {use}\n      vitscale visualize init={quoted}\n"
+            f"      vitscale compare {quoted} OTHER_RUN"
+        )
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """The micro-batches of this rank in a step, on the device, random state set for each."""
@@ -471,33 +502,46 @@ class TrainingSession:
         # All ranks agree on what is due now: a signal may have reached only one of them.
         preempted = self.preemption.set_on_any_rank() and not is_last
         is_saved = is_last or preempted or done % self.run.checkpoint.every_steps == 0
+        is_evaluated = bool(self.evaluations.due(done, is_last=is_last))
 
         # A save ends the interval, so that no checkpoint holds a part of one.
-        if is_saved or done % self.run.tracking.log_every_steps == 0:
+        is_logged = done % self.run.tracking.log_every_steps == 0
+        if is_saved or is_evaluated or is_logged:
             self._report(self.store.take_committed())
             self.log.write(done, lr=self.lr)
 
-        if self.evaluations.due(done, is_last=is_last):
+        score: Score | None = None
+        if is_evaluated:
             with self.log.not_counting():
-                self._evaluate(done, is_last=is_last)
+                score = self._evaluate(done, is_last=is_last)
         if is_last:
             self.objective.draw(self)
+
+        # The best one so far is kept beside the newest ones.
+        best = self._best_score
+        if score is not None and (best is None or score["order"] > best["order"]):
+            self._best_score = score
+            is_saved = True
 
         # Saved last: a checkpoint means that everything up to its step was logged.
         if is_saved:
             with self.log.not_counting():
-                self._save(done)
+                self._save(done, score)
         if preempted:
             self._report(self.store.wait())
-            self.log.say(f"stopped by a signal at step {done}; rerun to resume")
+            kept = f"{done} of {self.plan.total_steps} steps are kept"
+            self.log.say(f"stopped by a signal: {kept}; the same command resumes")
             raise SystemExit(EXIT_STOPPED_RESUMABLE)
 
-    def _evaluate(self, done: int, *, is_last: bool) -> None:
+    def _evaluate(self, done: int, *, is_last: bool) -> Score | None:
+        """Log what is due. Returns its main metric."""
         self.watchdog.mark("evaluating")
         assert self.val_index is not None
         images = f"{self.val_index.num_samples} images of {self.run.data.evaluated}"
+        found: dict[str, float] = {}
         try:
             for metrics in self.evaluations.run(done, is_last=is_last):
+                found |= metrics
                 self.log.tracker.log(metrics, step=done)
                 shown = ", ".join(
                     f"{name} {value:.4f}" for name, value in metrics.items()
@@ -506,8 +550,10 @@ class TrainingSession:
         except NonFiniteOutputs as error:
             # A long training survives it: fp16 may overflow once. Broken weights end it elsewhere.
             self.log.say(f"step {done}: not evaluated: {error.what}")
+            return None
+        return score_of(found)
 
-    def _save(self, done: int) -> None:
+    def _save(self, done: int, score: Score | None) -> None:
         """Start saving everything that the next step depends on; committed in the background."""
         self.watchdog.mark("saving")
         self._report(self.store.wait(say=self.log.say))
@@ -517,6 +563,7 @@ class TrainingSession:
             progress={
                 "samples_seen": done * self.plan.global_batch,
                 "unreadable": self.log.num_unreadable,
+                "score": score,
                 "optimizer_steps": self.engine.optimizer_steps(),
                 "engine": self.engine.export_counters(),
             },

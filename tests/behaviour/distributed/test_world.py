@@ -319,9 +319,25 @@ def test_repeated_stop_signal_is_ignored(number: signal.Signals) -> None:
     with PreemptionFlag() as stop:
         os.kill(os.getpid(), number)
         assert stop.set_on_any_rank()
-    for again in STOP_SIGNALS:
+    for again in (signal.SIGTERM, signal.SIGUSR2):
         assert signal.getsignal(again) is signal.SIG_IGN
         os.kill(os.getpid(), again)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_second_ctrl_c_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while it closes its files; a background job ignores all of them."""
+    ended: list[int] = []
+    monkeypatch.setattr(world_module, "end_now", ended.append)
+    with PreemptionFlag() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.set_on_any_rank() and not ended
+    os.kill(os.getpid(), signal.SIGINT)
+    assert ended == [130]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with PreemptionFlag() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not stop.set_on_any_rank()
 
 
 @pytest.mark.usefixtures("handlers")
@@ -338,5 +354,5 @@ def test_a_late_signal_is_ignored_where_another_rank_had_the_first(
     with PreemptionFlag() as stop:
         stop._group = SimpleNamespace()  # type: ignore[assignment]  # of two ranks
         assert [stop.set_on_any_rank() for _ in range(2)] == [False, True]
-    for number in STOP_SIGNALS:
+    for number in (signal.SIGTERM, signal.SIGUSR2):
         assert signal.getsignal(number) is signal.SIG_IGN

@@ -105,7 +105,7 @@ def test_features_are_computed_once_whoever_asks():
     assert sorted(every.samples) == list(range(30))
     assert torch.equal(every.values_ND, split.values[torch.from_numpy(every.samples)])
     right = every.values_ND[:, :3].argmax(dim=1) == every.labels_N
-    counted = every.num_correct(lambda v: v[:, None, :3], device=WORLD.device, size=7)
+    counted = every.num_correct(lambda v: v[:, None, :3], world=WORLD, size=7)
     assert counted.tolist() == [right.sum()]
 
     # A second evaluation gets what the first one computed.

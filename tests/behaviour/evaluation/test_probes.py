@@ -273,7 +273,7 @@ def test_heads_equal_torch_sgd():
     labels = torch.arange(40) % 3
     order = np.random.default_rng(0).permutation(40)
     rows = Features(samples=order, values_ND=values[order], labels_N=labels[order])
-    options = {"chosen": CHOSEN, "num_classes": 3, "device": WORLD.device}
+    options = {"chosen": CHOSEN, "num_classes": 3, "world": WORLD}
     settings = LinearHeadsSettings(
         learning_rates=THREE_RATES, steps=STEPS, batch=BATCH, seed=1
     )
