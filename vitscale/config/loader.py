@@ -300,11 +300,13 @@ def read_override(text: str) -> Source:
 
 # Keys whose texts are paths, N for a position in a list. In a file, and behind `=` on a command
 # line, no shell has expanded `~`.
-PATH_KEYS = """
-output init images images.N data.path data.mixture.N.path data.only_keys data.remote.cache_path
-remote.cache_path objective.teacher.weights stages.N.config source.path source.val_labels
-source.leave_out labels.space labels.map
-""".split()
+PATH_KEYS = frozenset(
+    """
+    output init images images.N data.path data.mixture.N.path data.only_keys
+    data.remote.cache_path remote.cache_path objective.teacher.weights stages.N.config source.path
+    source.val_labels source.leave_out labels.space labels.map
+    """.split()
+)
 
 
 def _with_home(value: Any, key: str = "") -> Any:
