@@ -350,12 +350,13 @@ def read_split(
 
     table = _read(path, read)
     columns = {name: table.column(name).combine_chunks() for name in names}
-    offset, length, label = (_numpy(columns[name]) for name in names[1:4])
+    # Arrow's own way to NumPy imports pandas; this one shares the memory.
+    offset, length, label = (np.from_dlpack(columns[name]) for name in names[1:4])
     # Arrow stores each name once; a tar that the manifest does not name gets -1.
     numbers = {name: number for number, name in enumerate(shard_names)}
     stored_names = columns["shard"].dictionary.to_pylist()
     number_of_name = np.array([numbers.get(name, -1) for name in stored_names])
-    shard_of = narrowed(number_of_name)[_numpy(columns["shard"].indices)]
+    shard_of = narrowed(number_of_name)[np.from_dlpack(columns["shard"].indices)]
 
     # Training trusts these numbers, so they must agree with each other and with the manifest.
     shard_bytes = np.array([shard.bytes for shard in entry.shards])
@@ -401,11 +402,6 @@ def read_split(
         is_shuffled=manifest.shards_root == ".",
         entry_points=points,
     )
-
-
-def _numpy(numbers: pa.Array) -> np.ndarray:
-    """The same memory as a NumPy array. Arrow's own way imports pandas."""
-    return np.from_dlpack(numbers)
 
 
 def _check_sizes(
@@ -547,22 +543,23 @@ def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
     Reads only the row groups that hold them, one after the other.
     """
     rows = np.asarray(samples, np.int64)
-    rows = rows if index.stored is None else index.stored[rows]
-    path = index.index_path
-    keys: list[str] | None = _read(path, lambda: _keys_of_rows(index, rows))
-    if keys is None:
-        what = f"has fewer samples of {index.split!r} than before"
-        raise UserError(what, where=str(path), next_step="make the shards again")
+    if index.stored is not None:
+        rows = index.stored[rows]
+    keys: list[str] = _read(index.index_path, lambda: _keys_of_rows(index, rows))
     return keys
 
 
-def _keys_of_rows(index: SplitIndex, rows: np.ndarray) -> list[str] | None:
-    """rows: of the stored split; None if it has fewer. Raises OSError or ArrowException."""
+def _keys_of_rows(index: SplitIndex, rows: np.ndarray) -> list[str]:
+    """rows: of the stored split. Raises UserError if it has fewer, OSError, ArrowException."""
     keys = np.empty(len(rows), object)
     with _SplitGroups(index.index_path, index.split) as groups:
         group_of = np.searchsorted(groups.ends, rows, side="right")
         if np.any(group_of == len(groups.ends)):
-            return None
+            raise UserError(
+                f"has fewer samples of {index.split!r} than before",
+                where=str(index.index_path),
+                next_step="make the shards again",
+            )
         for group in np.unique(group_of).tolist():
             here = np.flatnonzero(group_of == group)
             first = groups.ends[group - 1] if group else 0
@@ -617,16 +614,12 @@ def sample_names(
 
     samples: (position in `parts`, sample).
     """
-    names = dict(zip(samples, sample_numbers(parts, samples), strict=True))
-    for part in {part for part, _ in samples}:
-        numbers = [number for of, number in samples if of == part]
-        # Whatever has become of the index.
-        with suppress(Exception):
-            keys = sample_keys(parts[part], numbers)
-            names |= {
-                (part, n): repr(key) for n, key in zip(numbers, keys, strict=True)
-            }
-    return [names[sample] for sample in samples]
+    names = sample_numbers(parts, samples)
+    with suppress(Exception):  # whatever has become of the index
+        for row, (part, number) in enumerate(samples):
+            (key,) = sample_keys(parts[part], [number])
+            names[row] = repr(key)
+    return names
 
 
 def sample_numbers(

@@ -515,10 +515,3 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total
-
-
-def gather_rows(values_BX: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks [ranks * B, X], in rank order; every rank passes the same shape."""
-    gathered = [torch.empty_like(values_BX) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, values_BX.contiguous())
-    return torch.cat(gathered)

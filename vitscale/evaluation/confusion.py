@@ -55,11 +55,13 @@ class Confusion(PassEvaluation):
 
     def finish(self) -> dict[str, float]:
         import torch
-
-        from vitscale.distributed.world import gather_rows
+        import torch.distributed as dist
 
         # The cells of 21,000 classes would be a matrix of 477 million; those that occur are few.
-        rows_N4 = gather_rows(torch.cat(self._rows)).cpu().numpy()
+        own_B4 = torch.cat(self._rows)
+        rows_RB4 = [torch.empty_like(own_B4) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows_RB4, own_B4)
+        rows_N4 = torch.cat(rows_RB4).cpu().numpy()
         self._rows = []
         predictions_N3 = rows_N4[rows_N4[:, 3] > 0, :3]  # label, guess, sample
 

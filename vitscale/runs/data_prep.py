@@ -151,12 +151,12 @@ class DataPrepRun(Run):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.script == "index_shards" and self.source.kind != "webdataset":
-            yield ("source.kind", "must be webdataset for script=index_shards")
+            yield "source.kind", "must be webdataset for script=index_shards"
         if self.source.val_labels and self.source.kind != "image_folder":
-            yield ("source.val_labels", "is for source.kind=image_folder")
+            yield "source.val_labels", "is for source.kind=image_folder"
         if self.source.val_per_class and self.source.holdout_fraction:
             what = "and source.holdout_fraction are mutually exclusive; remove one of the two"
-            yield ("source.val_per_class", what)
+            yield "source.val_per_class", what
         holds_out = self.source.holdout_fraction or self.source.val_per_class
         if holds_out and self.source.holdout_split == "train":
             yield (
@@ -164,7 +164,7 @@ class DataPrepRun(Run):
                 "must not be train, from which the images are taken",
             )
         if self.labels.values == "index" and self.labels.space is None:
-            yield ("labels.values", "index requires labels.space, the list of classes")
+            yield "labels.values", "index requires labels.space, the list of classes"
         if self.labels.values == "none":
             for key, value in {
                 "labels.space": self.labels.space,
@@ -174,12 +174,12 @@ class DataPrepRun(Run):
             }.items():
                 if value:
                     what = "needs classes, which labels.values=none ignores"
-                    yield (key, f"{what}; remove one of the two")
+                    yield key, f"{what}; remove one of the two"
         names = {f"source.splits.{name}": name for name in self.source.splits}
         for key, name in {
             "source.holdout_split": self.source.holdout_split,
             **names,
         }.items():
             if not can_name_split(name):
-                yield (key, f"{name!r} cannot name a split; allowed: {SPLIT_NAMES}")
+                yield key, f"{name!r} cannot name a split; allowed: {SPLIT_NAMES}"
         yield from launch_problems(self.launch, independent_tasks=True)

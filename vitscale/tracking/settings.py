@@ -48,11 +48,11 @@ def tracking_problems(tracking: TrackingSettings) -> Iterator[tuple[str, str]]:
         try:
             absolute_uri(tracking.uri)
         except UserError as error:
-            yield ("tracking.uri", f"{error.what}; allowed: {error.allowed}")
+            yield "tracking.uri", f"{error.what}; allowed: {error.allowed}"
 
     if not 0 < len(tracking.experiment) <= MAX_EXPERIMENT_CHARS:
         what = f"is not 1 to {MAX_EXPERIMENT_CHARS} characters long"
-        yield ("tracking.experiment", f"{shorten(repr(tracking.experiment))} {what}")
+        yield "tracking.experiment", f"{shorten(repr(tracking.experiment))} {what}"
 
     for name in tracking.tags:
         # Not in the key: the name may have dots and line breaks.
