@@ -188,10 +188,11 @@ def _unpacked(data: bytes) -> bytes:
 def known_format(data: bytes) -> str:
     """Return the format of an image that may be converted. Raises Rejected."""
     format = format_of(data)
-    if format is None:
-        is_other = data.startswith(OTHER_STARTS)
-        raise Rejected("other_format" if is_other else "not_an_image")
-    return format
+    if format is not None:
+        return format
+    if data.startswith(OTHER_STARTS):
+        raise Rejected("other_format")
+    raise Rejected("not_an_image")
 
 
 def open_image(data: bytes, format: str) -> ImageFile:
@@ -239,7 +240,7 @@ def _changes(
         "16_bit": depth > 8,
         "transparency": has_opacity(image),
         # A JPEG with several pictures (MPO) is one to every decoder.
-        "animation": image.format not in ("JPEG", "MPO") and has_more,
+        "animation": image.format != "MPO" and has_more,
         "exif_rotation": turn != UPRIGHT,
         "short_side": short_side is not None and min(image.size) > short_side,
     }

@@ -359,7 +359,7 @@ def read_split(
     shard_of = narrowed(number_of_name)[np.from_dlpack(columns["shard"].indices)]
 
     # Training trusts these numbers, so they must agree with each other and with the manifest.
-    shard_bytes = np.array([shard.bytes for shard in entry.shards])
+    shard_bytes: np.ndarray = np.array([shard.bytes for shard in entry.shards])
     counts = np.bincount(shard_of[shard_of >= 0], minlength=len(shards))
     least = 0 if manifest.classes else NO_LABEL
     agrees = (
