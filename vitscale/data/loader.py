@@ -225,12 +225,13 @@ class _Memory(NamedTuple):
     """Shape of the slots, uint8 [slots, batch, 3, rows, columns]."""
 
     @property
-    def progress_offset(self) -> int:
-        return -(-math.prod(self.slots) // COUNTER_BYTES) * COUNTER_BYTES
+    def slots_offset(self) -> int:
+        """The counters of progress come first, where they are aligned."""
+        return self.num_workers * COUNTER_BYTES
 
     @property
     def num_bytes(self) -> int:
-        return self.progress_offset + self.num_workers * COUNTER_BYTES
+        return self.slots_offset + math.prod(self.slots)
 
     def map(self, descriptor: int) -> tuple[torch.Tensor, np.ndarray]:
         """The slots; and int64 [workers], how many steps of its work each has done.
@@ -239,11 +240,9 @@ class _Memory(NamedTuple):
         to the slot that is being read.
         """
         memory = mmap.mmap(descriptor, self.num_bytes)
-        num_pixels = math.prod(self.slots)
-        slots = torch.frombuffer(memory, dtype=torch.uint8, count=num_pixels).view(
-            self.slots
-        )
-        return slots, np.frombuffer(memory, np.int64, offset=self.progress_offset)
+        pixels = torch.frombuffer(memory, dtype=torch.uint8, offset=self.slots_offset)
+        progress = np.frombuffer(memory, np.int64, count=self.num_workers)
+        return pixels.view(self.slots), progress
 
 
 @contextmanager
