@@ -17,14 +17,9 @@ from vitscale.config.errors import UserError
 from vitscale.data.folders import IMAGE_SUFFIXES, files_below, is_image_name
 from vitscale.data.index import MANIFEST_NAME, NO_LABEL, SplitIndex, sample_keys
 from vitscale.data.remote import is_url
-from vitscale.data.samples import (
-    EvaluationResize,
-    EvaluationSamples,
-    Samples,
-    Unreadable,
-    reason_of,
-)
+from vitscale.data.samples import Samples, Unreadable, reason_of
 from vitscale.data.settings import DataSettings
+from vitscale.evaluation.samples import EvaluationResize, EvaluationSamples
 from vitscale.images.crops import open_image
 from vitscale.images.plain import ALL_FORMATS, UPRIGHT, orientation, rgb_pixels
 

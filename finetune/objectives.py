@@ -25,7 +25,7 @@ class PredictionsDrawn(Objective):
         """
         import torch
 
-        from vitscale.data.samples import EvaluationSamples
+        from vitscale.evaluation.samples import EvaluationSamples
         from vitscale.evaluation.sheet import caption, save_figure, sheet
 
         index = session.val_index

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vitscale.data.samples import EvaluationSamples
+from vitscale.evaluation.samples import EvaluationSamples
 from vitscale.evaluation.sheet import save_figure, sheet
 
 if TYPE_CHECKING:

@@ -350,13 +350,12 @@ def read_split(
 
     table = _read(path, read)
     columns = {name: table.column(name).combine_chunks() for name in names}
-    # Arrow's own way to NumPy imports pandas; this one shares the memory.
-    offset, length, label = (np.from_dlpack(columns[name]) for name in names[1:4])
+    offset, length, label = (_numpy(columns[name]) for name in names[1:4])
     # Arrow stores each name once; a tar that the manifest does not name gets -1.
     numbers = {name: number for number, name in enumerate(shard_names)}
     stored_names = columns["shard"].dictionary.to_pylist()
     number_of_name = np.array([numbers.get(name, -1) for name in stored_names])
-    shard_of = narrowed(number_of_name)[np.from_dlpack(columns["shard"].indices)]
+    shard_of = narrowed(number_of_name)[_numpy(columns["shard"].indices)]
 
     # Training trusts these numbers, so they must agree with each other and with the manifest.
     shard_bytes: np.ndarray = np.array([shard.bytes for shard in entry.shards])
@@ -402,6 +401,11 @@ def read_split(
         is_shuffled=manifest.shards_root == ".",
         entry_points=points,
     )
+
+
+def _numpy(numbers: pa.Array) -> np.ndarray:
+    """The same memory as a NumPy array. Arrow's own way imports pandas."""
+    return np.from_dlpack(numbers)
 
 
 def _check_sizes(

@@ -78,9 +78,10 @@ class World:
         return self.rank == 0
 
 
-def _complete_environment() -> None:
-    """Set the variables that the launcher did not, all of them for a plain `python`.
+def _read_environment() -> World:
+    """This rank, whose device is not chosen yet, as the environment names it.
 
+    Sets the variables that the launcher did not, all of them for a plain `python`.
     Raises UserError for variables that name no rank of a job.
     """
     env = os.environ
@@ -99,12 +100,15 @@ def _complete_environment() -> None:
     env.setdefault("LOCAL_RANK", "0")
     # The deepspeed launcher says LOCAL_SIZE, torchrun and submitit LOCAL_WORLD_SIZE.
     env.setdefault("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", "1"))
-    environment_number(
-        "RANK", least=0, most=environment_number("WORLD_SIZE", least=1) - 1
-    )
-    environment_number("LOCAL_RANK", least=0)
-    environment_number("LOCAL_WORLD_SIZE", least=1)
     environment_number("MASTER_PORT", least=0, most=(1 << 16) - 1)
+    world_size = environment_number("WORLD_SIZE", least=1)
+    return World(
+        rank=environment_number("RANK", least=0, most=world_size - 1),
+        world_size=world_size,
+        local_rank=environment_number("LOCAL_RANK", least=0),
+        local_world_size=environment_number("LOCAL_WORLD_SIZE", least=1),
+        device=torch.device("cpu"),
+    )
 
 
 def _be_alone() -> None:
@@ -328,17 +332,9 @@ def process_group(
     Raises UserError for a device that no rank has, NodeError for one that not all have, and
     PeerLostError naming the ranks that did not start.
     """
-    _complete_environment()
+    world = _read_environment()
     # Connects ranks when they first talk: to a few neighbours, not to all others.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    env = os.environ
-    world = World(
-        rank=int(env["RANK"]),
-        world_size=int(env["WORLD_SIZE"]),
-        local_rank=int(env["LOCAL_RANK"]),
-        local_world_size=int(env["LOCAL_WORLD_SIZE"]),
-        device=torch.device("cpu"),
-    )
     _choose_interface(world)
     own_device, store = _join(world, wanted=device)
     world = replace(world, device=own_device)

@@ -100,7 +100,7 @@ class Confusion(PassEvaluation):
         """One row for each class: label, accuracy, and images of it that were taken for others."""
         import torch
 
-        from vitscale.data.samples import EvaluationSamples
+        from vitscale.evaluation.samples import EvaluationSamples
         from vitscale.evaluation.sheet import caption, save_figure, sheet
 
         subject = self._subject

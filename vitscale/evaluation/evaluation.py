@@ -201,7 +201,7 @@ class Subject:
         """
         import torch
 
-        from vitscale.data.loader import evaluation_batches
+        from vitscale.evaluation.samples import evaluation_batches
 
         model = self.model
         # Classification reports each head; the mean alone would hide a head that learns nothing.

@@ -32,9 +32,8 @@ SPLIT_NAMES = (
 def can_name_split(name: str) -> bool:
     """Whether a split may have this name; SPLIT_NAMES describes the rule."""
     # timm reads a split name that contains "tar" as a list of tar files.
-    return re.fullmatch(r"[A-Za-z0-9_]+", name) is not None and (
-        len(name) <= MAX_SPLIT_LENGTH and "tar" not in name
-    )
+    has_allowed_chars = re.fullmatch(r"[A-Za-z0-9_]+", name) is not None
+    return has_allowed_chars and len(name) <= MAX_SPLIT_LENGTH and "tar" not in name
 
 
 class SourceSettings(Section):
@@ -75,9 +74,9 @@ class SourceSettings(Section):
     def place(self) -> str:
         """`path` as an absolute path without links, or the URL: equal for the same place."""
         place = location_of(self.path, where="source.path")
-        return (
-            str(place.expanduser().resolve()) if isinstance(place, Path) else str(place)
-        )
+        if isinstance(place, Path):
+            place = place.expanduser().resolve()
+        return str(place)
 
     def other_place(self, made_from: str) -> str | None:
         """Describe the difference to the source that a manifest names; None: it is the same."""

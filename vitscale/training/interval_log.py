@@ -409,7 +409,9 @@ class IntervalLog:
         return pace_s * (self._plan.total_steps - step)
 
     def _speed(self) -> dict[str, float]:
-        clock = self._clock if self._clock.num_images else self._first or self._clock
+        clock = self._clock
+        if self._first is not None and not clock.num_images:
+            clock = self._first
         elapsed = time.perf_counter() - clock.start
         self._clock = _Clock()
         own = torch.tensor([clock.num_images, clock.wait_s], dtype=torch.float64)

@@ -28,9 +28,9 @@ from vitscale.distributed.world import (
     PreemptionFlag,
     World,
     _choose_interface,
-    _complete_environment,
     _join,
     _pick_device,
+    _read_environment,
     process_group,
 )
 
@@ -216,7 +216,7 @@ def test_a_process_without_a_launcher_is_alone_whatever_the_shell_says(
     assert {*STALE} == {*LAUNCHER_VARIABLES}
     environment = {name: STALE[name] for name in names}
     monkeypatch.setattr(os, "environ", environment)
-    _complete_environment()
+    _read_environment()
     port = int(environment.pop("MASTER_PORT"))
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     assert environment == alone | {"MASTER_ADDR": "127.0.0.1"}
@@ -235,7 +235,7 @@ def test_a_launcher_is_obeyed(
 ) -> None:
     given = {**STALE, "RANK": "9"}
     monkeypatch.setattr(os, "environ", dict(given))
-    _complete_environment()
+    _read_environment()
     assert os.environ == given and capsys.readouterr().err == ""
 
 
@@ -261,7 +261,7 @@ def test_variables_that_name_no_rank_are_one_error(
     """A container's orchestrator sets some of them for services of the same name."""
     monkeypatch.setattr(os, "environ", {**STALE, "RANK": "9", **changes})
     with refused(f"(?s)^{name}: is .*unset RANK") as caught:
-        _complete_environment()
+        _read_environment()
     assert repr(changes[name]) in str(caught.value)
 
 

@@ -23,8 +23,8 @@ from finetune.settings import ExportRun
 from tests.support.corpora.image_samples import encoded, photograph
 from tests.support.engine.small_models import export, images_of, off_by, small_model
 from tests.support.tables import Values, every, refused, rows
-from vitscale.data.samples import EvaluationResize
 from vitscale.data.settings import DataSettings
+from vitscale.evaluation.samples import EvaluationResize
 from vitscale.evaluation.trained_model import SourceRun, open_model
 from vitscale.models.weights.reading import read_weights
 from vitscale.tracking.journal import Journal

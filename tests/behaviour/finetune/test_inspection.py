@@ -42,8 +42,8 @@ from tests.support.engine.small_models import export, small_model
 from tests.support.engine.subjects import WORLD
 from tests.support.tables import refused
 from vitscale.data.index import read_split
-from vitscale.data.samples import EvaluationSamples
 from vitscale.data.settings import DataSettings
+from vitscale.evaluation.samples import EvaluationSamples
 from vitscale.evaluation.sheet import caption
 from vitscale.evaluation.trained_model import InferenceModel
 from vitscale.models.positions import sincos_position_embedding
