@@ -13,14 +13,13 @@ from vitscale.checkpoint.folders import resolve_weights
 from vitscale.config.errors import UserError
 from vitscale.config.loader import full_name, read_yaml
 from vitscale.config.section import Run, Section
+from vitscale.data.index import held_out_split, only_held_out
 from vitscale.data.remote import is_url
 from vitscale.data.settings import MixedInShards, RemoteSettings
 from vitscale.evaluation.registry import (
     EvaluationSettings,
     groups_of_names,
-    held_out_split,
     listed_twice,
-    only_held_out,
 )
 from vitscale.models.registry import ModelSettings
 from vitscale.runs.launching import LaunchSettings, launch_problems

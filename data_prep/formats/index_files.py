@@ -133,7 +133,11 @@ def write_card(
         "configs": [{"config_name": "default", "data_files": files}],
         "dataset_info": {"features": features},
     }
-    front = yaml.safe_dump(facts, sort_keys=False, width=math.inf, allow_unicode=True)
+    # As it is, YAML folds a line end of Unicode into a blank.
+    is_plain = "".join(classes).isprintable()
+    front = yaml.safe_dump(
+        facts, sort_keys=False, width=math.inf, allow_unicode=is_plain
+    )
     text = "Images as WebDataset tars; manifest.json has their numbers."
     write_text(folder / CARD_NAME, f"---\n{front}---\n\n{text}\n")
 

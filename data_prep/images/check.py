@@ -42,16 +42,9 @@ FAULTS = {
     "bad_pixels": "truncated, damaged, or otherwise not decoded to the last pixel",
 }
 # In the order in which the ledger names them.
-CHANGES = (
-    "gzip",
-    "converted",
-    "cmyk",
-    "16_bit",
-    "transparency",
-    "animation",
-    "exif_rotation",
-    "short_side",
-)
+CHANGES = """
+gzip converted cmyk 16_bit transparency animation exif_rotation short_side
+""".split()
 MAX_FILE_BYTES = 512 << 20
 GZIP = b"\x1f\x8b"
 MIN_BYTES = 64

@@ -59,7 +59,7 @@ from vitscale.runs.data_prep import DataPrepRun, SourceSettings
 from vitscale.tracking.journal import item_progress
 
 SETTINGS_NAME, FAILED_NAME = "settings.json", "failed.json"
-FOLDERS = ("claims", "list", "spool", "tars", "tmp")
+FOLDERS = "claims list spool tars tmp".split()
 HEARTBEAT_NAME = "alive"
 HEARTBEAT_S = 5.0
 # A process is dead when its heartbeat is this old by the file system's clock. Nothing else tells:

@@ -195,7 +195,7 @@ class Mae(Objective):
         """
         import numpy as np
 
-        from vitscale.models.patches import random_orders, to_patches
+        from pretrain.objectives.patches import random_orders, to_patches
         from vitscale.objectives.draws import on_device, uniform_rows
 
         patches_BLP = to_patches(

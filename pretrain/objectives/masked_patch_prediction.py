@@ -136,7 +136,7 @@ class MaskedPatchPrediction(Objective):
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
         from pretrain.objectives.masked_patches import color_loss, colors
-        from vitscale.models.patches import take_patches, to_patches
+        from pretrain.objectives.patches import take_patches, to_patches
 
         assert batch.positions is not None
         inputs = self.corruption(batch.positions, batch.images.device)

@@ -18,7 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vitscale.models.patches import random_orders, take_patches, to_images, to_patches
+from pretrain.objectives.patches import (
+    random_orders,
+    take_patches,
+    to_images,
+    to_patches,
+)
 from vitscale.models.vit import ViT
 from vitscale.objectives.draws import uniform_rows
 

@@ -271,7 +271,6 @@ def run_script(main: Callable[[], None], *, is_rank: bool = False) -> None:
     from vitscale.config.outside import guard_terminal
 
     guard_terminal()
-    of_job = is_rank and "RANK" in os.environ
     try:
         # Background jobs of a shell ignore it.
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -279,7 +278,7 @@ def run_script(main: Callable[[], None], *, is_rank: bool = False) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         main()
     except UserError as error:
-        rank = os.environ["RANK"] if of_job else "0"
+        rank = os.environ.get("RANK", "0") if is_rank else "0"
         # A launcher kills the other ranks once the first one has ended.
         if rank != "0" and not isinstance(error, RankError):
             time.sleep(FIRST_RANK_S)
@@ -297,7 +296,7 @@ def run_script(main: Callable[[], None], *, is_rank: bool = False) -> None:
         # Also an error of code that Ctrl-C has cut off, such as an import.
         if signal.getsignal(signal.SIGINT) is not end_interrupted:
             raise
-        if not of_job:
+        if not is_rank or "RANK" not in os.environ:
             print(end=INTERRUPTED, file=sys.stderr, flush=True)
         raise SystemExit(EXIT_INTERRUPTED) from None
 

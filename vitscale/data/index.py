@@ -9,7 +9,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -631,3 +631,30 @@ def sample_numbers(
 ) -> list[str]:
     """Names of samples without their keys, and so without reading anything."""
     return [f"number {number} of {parts[part].split!r}" for part, number in samples]
+
+
+def held_out_split(data: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What `implied` yields of a group `data` that leaves open which split is evaluated."""
+    if "val_split" in data.model_fields_set or data.dev_percent:
+        return
+    split = only_held_out(
+        data.path, default=data.val_split, train_split=data.train_split
+    )
+    if split is not None:
+        origin = f"{data.path} has one split beside {data.train_split!r}"
+        yield origin, {"data": {"val_split": split}}
+
+
+def only_held_out(path: str, *, default: str, train_split: str = "train") -> str | None:
+    """The one split beside the training's, of shards that have no split `default`.
+
+    None where there are several or none, and where the shards cannot be seen from here.
+    """
+    try:
+        splits = read_manifest(path).splits
+    except UserError:
+        return None
+    others = [name for name in splits if name != train_split]
+    if default in splits or len(others) != 1:
+        return None
+    return others[0]

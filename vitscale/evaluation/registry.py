@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vitscale.config.errors import UserError
 from vitscale.config.section import NAME, choice_of
-from vitscale.data.index import read_manifest
 from vitscale.evaluation.classification import Classification
 from vitscale.evaluation.confusion import Confusion
 from vitscale.evaluation.evaluation import (
@@ -61,33 +59,6 @@ def listed_twice(evaluations: Sequence[SettingsBase]) -> Iterator[tuple[str, str
             "evaluate",
             f"{name} is listed twice; its metrics would have the same names",
         )
-
-
-def held_out_split(data: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What `implied` yields of a group `data` that leaves open which split is evaluated."""
-    if "val_split" in data.model_fields_set or data.dev_percent:
-        return
-    split = only_held_out(
-        data.path, default=data.val_split, train_split=data.train_split
-    )
-    if split is not None:
-        origin = f"{data.path} has one split beside {data.train_split!r}"
-        yield origin, {"data": {"val_split": split}}
-
-
-def only_held_out(path: str, *, default: str, train_split: str = "train") -> str | None:
-    """The one split beside the training's, of shards that have no split `default`.
-
-    None where there are several or none, and where the shards cannot be seen from here.
-    """
-    try:
-        splits = read_manifest(path).splits
-    except UserError:
-        return None
-    others = [name for name in splits if name != train_split]
-    if default in splits or len(others) != 1:
-        return None
-    return others[0]
 
 
 class ScheduledEvaluations:

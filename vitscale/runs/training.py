@@ -14,12 +14,12 @@ from pydantic import Field, field_validator
 
 from vitscale.config.errors import UserError
 from vitscale.config.section import NamedSection, Run, Section
+from vitscale.data.index import held_out_split
 from vitscale.data.settings import DataSettings, data_problems
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.evaluation.registry import (
     EvaluationSettings,
     groups_of_names,
-    held_out_split,
     listed_twice,
 )
 from vitscale.models.registry import ModelSettings

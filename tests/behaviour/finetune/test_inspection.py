@@ -264,7 +264,7 @@ def test_a_folder_gives_evenly_spaced_images_of_its_classes(tmp_path: Path) -> N
     assert "000.png: cannot identify image file" in skipped and " at 0x" not in skipped
     for path, split, message in (
         (tmp_path / "a/000.png", None, "no image can be read"),
-        (tmp_path / "no", None, "no such file"),
+        (tmp_path / "no", None, "No such file"),
         (tmp_path, "test", "only shards have splits"),
     ):
         with refused(message):
