@@ -231,7 +231,8 @@ def test_shards_without_labels(fault_runs: FaultRuns, tmp_path):
         assert fault_runs.run(tmp_path / name, *settings, **short) == [code]
         said = output(tmp_path / name)
         needs = f"{'knn' if name == 'mae' else name} needs labels, but the shards of"
-        assert ("36 images, no classes" if code == 0 else needs) in said
+        said_of_data = f"36 images of {short['shards']}, no classes"
+        assert (said_of_data if code == 0 else needs) in said
         assert "Traceback" not in said
 
 
