@@ -199,8 +199,6 @@ class TrainingSession:
             )
         )
         checkpoint, messages = self.store.newest()
-        best = gather_objects(best_of(step_folders(self.store.folder)))[0]
-        self._best_score: Score | None = None if best is None else best[1]
         self._messages += messages
         self._messages += self.objective.messages
         self._messages += [part.note for part in self.data.parts if part.note]
@@ -214,6 +212,14 @@ class TrainingSession:
             self._num_unreadable = checkpoint.progress.get("unreadable", 0)
             self._end_if_finished()
             refuse_other_start(self.folder, self.run)
+
+        # Later ones, which are damaged if there are any, are trained and evaluated again.
+        folders = []
+        if self.world.is_first:
+            folders = step_folders(self.store.folder)
+        reached = (each for each in folders if step_of(each) <= self.start_step)
+        best = gather_objects(best_of(reached))[0]
+        self._best_score: Score | None = None if best is None else best[1]
         return checkpoint
 
     def _initial_model(
