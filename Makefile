@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # `deepspeed` and `ninja` are looked up on PATH by the tools that start them.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: install constraints lock demo test fast-tests test-lowest test-all test-exhaustive site check format clean FORCE
+.PHONY: install constraints lock pypi-readme demo test fast-tests test-lowest test-all test-exhaustive site check format clean FORCE
 
 # The exact versions of constraints.txt, those last tested. With LATEST=1 pip chooses instead: it
 # keeps what is in .venv already (an older torch, say) and takes the newest of what is missing.
@@ -47,6 +47,12 @@ lock:
 	$(BIN)/uv pip compile pyproject.toml --constraints constraints.txt --universal \
 		--python-version 3.11 --generate-hashes --no-annotate --quiet \
 		--custom-compile-command "make lock" --output-file requirements.lock
+
+# The links of README.md as its page on PyPI needs them; the Wheels workflow runs this before a build:
+#   make pypi-readme URL=https://github.com/OWNER/NAME/blob/vVERSION
+pypi-readme:
+	sed -Ei -e 's#!\[([^]]*)\]\(([^:)]+)\)#![\1]($(URL)/\2?raw=true)#g' \
+		-e 's#\[([^]]*)\]\(([^:)]+)\)#[\1]($(URL)/\2)#g' README.md
 
 FORCE:
 

@@ -48,7 +48,8 @@ def main() -> None:
     command = load_command(
         DataPrepRun,
         program="vitscale prepare shards",
-        description="Turn a raw corpus into shuffled WebDataset tars with index and ledger.",
+        description="Turn a raw corpus into shuffled WebDataset tars with index and ledger.\n"
+        "`vitscale prepare shards CONFIG --dry-run` shows the settings and checks alone.",
     )
     run = command.run
     output, source = (

@@ -33,7 +33,7 @@ from data_prep.formats.index_files import (
     tar_files,
 )
 from data_prep.formats.ledger import LEDGER_NAME
-from data_prep.images.check import Rejected, format_of, open_image
+from data_prep.images.check import Rejected, known_format, open_image
 from vitscale.data.index import INDEX_NAME, NO_LABEL, Manifest, ShardEntry
 from vitscale.data.tar_members import END_MARK
 from vitscale.data.tar_writer import around_image
@@ -225,8 +225,8 @@ def _check_sample(
     if blake3(image).digest() != row["blake3"]:
         return "the image's bytes differ from the index (BLAKE3)", image
     try:
-        format = format_of(image)
-        actual = (SUFFIXES[format], *open_image(image, format).size)
+        format = known_format(image)
+        actual = (SUFFIXES.get(format), *open_image(image, format).size)
     except Rejected as error:
         return f"the image cannot be read ({error})", image
     expected = (row["format"], row["width"], row["height"])

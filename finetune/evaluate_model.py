@@ -12,7 +12,7 @@ from pathlib import Path
 try:
     from finetune.settings import EvaluateRun, settings_of_run
     from vitscale.config.command_line import load_command
-    from vitscale.distributed.processes import run_rank_script
+    from vitscale.distributed.processes import quick_imports, run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -20,8 +20,9 @@ except ModuleNotFoundError as error:
 
 def evaluate(run: EvaluateRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
-    from finetune.evaluating import check_folder, evaluate_run
-    from vitscale.distributed.watchdog import watched_ranks
+    with quick_imports():
+        from finetune.evaluating import check_folder, evaluate_run
+        from vitscale.distributed.watchdog import watched_ranks
 
     folder = Path(run.folder)
     # The watchdog already writes into the folder, so it is checked first.
@@ -38,7 +39,7 @@ def main() -> None:
         program="vitscale evaluate",
         description="Evaluate a trained model on a folder of shards.\n"
         "Without a configuration: on the data of its run, by the evaluations of its run.\n"
-        "`vitscale` starts a process for each GPU, or --num-procs N.",
+        "`vitscale` starts a process for each GPU, or --num-procs N; --dry-run shows the plan.",
         # The user's own words come last, so that they win.
         argv=overrides + argv,
         needs_config=not overrides,
@@ -48,7 +49,8 @@ def main() -> None:
         ),
     )
     # Imported late: torch takes seconds. Started before threads.
-    from vitscale.data.loader import start_loader_server
+    with quick_imports():
+        from vitscale.data.loader import start_loader_server
 
     start_loader_server(command.run.data.num_workers)
     evaluate(command.run)

@@ -10,9 +10,13 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from finetune.exporting.to_vitscale import SafetensorsFormat
 from finetune.settings import CHOOSING, EvaluateRun
 from vitscale.checkpoint.store import run_folder_lock
 from vitscale.config.changes import changed_settings
@@ -26,6 +30,7 @@ from vitscale.distributed.atomic_files import json_text, write_json, write_text
 from vitscale.distributed.node_files import once_per_node
 from vitscale.distributed.world import World, errors_on_all_ranks, gather_objects
 from vitscale.evaluation.evaluation import FILES, Share, Subject, results
+from vitscale.evaluation.linear_heads import LinearHeads
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.evaluation.trained_model import TrainedModel, open_model
 from vitscale.tracking.tracker import Tracker
@@ -34,6 +39,8 @@ from vitscale.tracking.tracker import Tracker
 # bounds of its 95 % interval (low, high) and their number (images), else None.
 Row = dict[str, Any]
 RESULTS = "results.json"
+# Below the folder of results; the folder of an earlier evaluation is removed.
+PROBED = f"{FILES}/linear_model"
 HEADINGS = ("image size", "evaluation", "metric", "value", "95 % interval", "images")
 
 
@@ -125,6 +132,11 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
         )
         if world.is_first:
             write_results(folder, rows, description=description)
+            for evaluation in evaluations:
+                if isinstance(evaluation, LinearHeads):
+                    write_probed_model(folder / PROBED, model, evaluation, subject)
+    if (folder / PROBED).is_dir():
+        say(f"\nthe model with its linear head: init={folder / PROBED}")
     say(f"\n{table(rows)}\n\nresults: {folder / RESULTS}, .csv, .md")
 
 
@@ -240,6 +252,36 @@ def open_tracker(run: EvaluateRun, model: TrainedModel, world: World) -> Tracker
             is_writer=world.is_first,
             origin=None if model.run is None else str(model.run.folder),
         )
+
+
+def write_probed_model(
+    folder: Path, model: TrainedModel, evaluation: LinearHeads, subject: Subject
+) -> None:
+    """Write the frozen model with the best linear head, which `init` of other commands reads.
+
+    Nothing for a head on features that no model of the family vit hands to a single head.
+    """
+    head_CD1 = evaluation.best_CD1
+    arch: Any = model.arch
+    if head_CD1 is None or arch.name != "vit" or arch.distillation_token:
+        return
+
+    # The head sees what the probe saw, so a representation layer goes.
+    num_classes, width = head_CD1.shape
+    network: Any = model.network
+    network.head = nn.Linear(width - 1, num_classes)
+    weights = {"weight": head_CD1[:, :-1], "bias": head_CD1[:, -1]}
+    network.head.load_state_dict(weights)
+
+    keys = {"num_classes": num_classes, "representation_layer": False}
+    probed = replace(
+        model,
+        arch=arch.model_copy(update=keys),
+        classes=subject.val.classes,
+        independent=False,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    SafetensorsFormat().write(probed, folder)
 
 
 # ---- the table -----------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 
 try:
-    from finetune.settings import ExportRun
+    from finetune.settings import ExportRun, check_paths
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import run_script
+    from vitscale.distributed.processes import quick_imports
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -19,12 +20,13 @@ except ModuleNotFoundError as error:
 
 def export(run: ExportRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
-    from pathlib import Path
+    with quick_imports():
+        from pathlib import Path
 
-    from finetune.exporting.folder import check_export, write_folder
-    from vitscale.config.errors import UserError
-    from vitscale.evaluation.trained_model import open_model
-    from vitscale.tracking.mlflow_sync import read_record, upload
+        from finetune.exporting.folder import check_export, write_folder
+        from vitscale.config.errors import UserError
+        from vitscale.evaluation.trained_model import open_model
+        from vitscale.tracking.mlflow_sync import read_record, upload
 
     check_export(run)
     model = open_model(**run.source())
@@ -62,6 +64,7 @@ def main() -> None:
         options={"--to": "to", "--push": "push"},
         words_key="output",
     )
+    check_paths(command.run.init)
     export(command.run)
 
 

@@ -14,24 +14,15 @@ from pathlib import Path
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.data.folders import files_below
+from vitscale.data.folders import IMAGE_SUFFIXES, files_below, is_image_name
 from vitscale.data.index import MANIFEST_NAME, NO_LABEL, SplitIndex, sample_keys
 from vitscale.data.remote import is_url
-from vitscale.data.samples import (
-    EvaluationResize,
-    EvaluationSamples,
-    Samples,
-    Unreadable,
-    reason_of,
-)
+from vitscale.data.samples import Samples, Unreadable, reason_of
 from vitscale.data.settings import DataSettings
+from vitscale.evaluation.samples import EvaluationResize, EvaluationSamples
 from vitscale.images.crops import open_image
-from vitscale.images.plain import UPRIGHT, orientation, rgb_pixels
+from vitscale.images.plain import ALL_FORMATS, UPRIGHT, orientation, rgb_pixels
 
-# Files with these names are images; others in a folder are left out.
-SUFFIXES = frozenset("jpg jpeg jpe jfif mpo png apng webp".split())
-# Images that are not read are listed with that reason.
-OTHER_SUFFIXES = frozenset("bmp gif tif tiff heic heif avif jp2 ppm".split())
 MAX_FILE_BYTES = 512 * 2**20
 
 
@@ -92,15 +83,8 @@ def shard_folder(paths: Sequence[str]) -> str | None:
 def find_files(given: Sequence[str]) -> Images:
     """Files as given; of folders every image below, sorted by path. Hidden ones are left out.
 
-    Raises UserError for a path that does not exist, and if there are no images.
+    Raises UserError if there are no images.
     """
-    # All of them in one message, as a list of files often has several wrong names.
-    missing = [path for path in given if not os.path.exists(path)]
-    if missing:
-        raise UserError(
-            f"no such file or folder: {', '.join(map(repr, missing))}", where="images"
-        )
-
     # A file that is named is read whatever its name; in a folder the name decides.
     paths: list[str] = []
     num_left_out = 0
@@ -115,7 +99,7 @@ def find_files(given: Sequence[str]) -> Images:
                 f"cannot be read ({error.strerror})", where=str(error.filename)
             ) from None
         # A photograph in an unknown format is listed as unreadable; a text file is no image at all.
-        images = [file for file in below if _suffix(file) in SUFFIXES | OTHER_SUFFIXES]
+        images = [file for file in below if is_image_name(file)]
         paths += sorted(images, key=os.fsencode)
         num_left_out += len(below) - len(images)
 
@@ -123,13 +107,9 @@ def find_files(given: Sequence[str]) -> Images:
         raise UserError(
             f"no images in {', '.join(map(repr, given))}; {num_left_out:,} other files",
             where="images",
-            allowed=f"names in .{', .'.join(sorted(SUFFIXES))}",
+            allowed=f"names in {', '.join(IMAGE_SUFFIXES)}",
         )
     return Images(paths=paths, num_left_out=num_left_out)
-
-
-def _suffix(path: str) -> str:
-    return path.rpartition(".")[2].lower()
 
 
 class FileSamples(Samples):
@@ -157,7 +137,7 @@ class FileSamples(Samples):
 def converted_pixels(data: bytes) -> torch.Tensor | None:
     """The pixels of an image that was not prepared, as decoded from shards, uint8 [H, W, 3]; None
     for an image that decoders turn into the same pixels, faster. Raises like `open_image`."""
-    with open_image(data) as image:
+    with open_image(data, formats=ALL_FORMATS) as image:
         # The decoders of shards know neither EXIF nor transparency; a plain JPEG has neither.
         if data.startswith(b"\xff\xd8\xff") and orientation(image) == UPRIGHT:
             return None
@@ -166,12 +146,6 @@ def converted_pixels(data: bytes) -> torch.Tensor | None:
 
 def _bounded_bytes(path: str) -> bytes:
     """The content of a regular file of bounded size. Raises OSError or ValueError."""
-    suffix = _suffix(path)
-    if suffix in OTHER_SUFFIXES:
-        raise ValueError(
-            f"{suffix.upper()} is not read; convert it to JPEG, PNG or WebP"
-        )
-
     # A pipe must not wait for its writer.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:

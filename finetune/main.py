@@ -44,7 +44,7 @@ def main() -> None:
         FinetuneRun,
         program="vitscale finetune",
         description="Fine-tune a pre-trained Vision Transformer on a folder of shards. `vitscale` "
-        "starts a process for\neach GPU, or --num-procs N.",
+        "starts a process for\neach GPU, or --num-procs N; --dry-run shows the plan alone.",
         examples=(
             "vitscale finetune demo/finetune init=runs/demo-pretrain",
             "vitscale finetune finetune/imagenet1k_384 init=RUN data.path=SHARDS",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from vitscale.distributed.atomic_files import atomic_file, make_folders
 from vitscale.distributed.world import World, errors_on_all_ranks, gather_objects
 from vitscale.evaluation.classes import column_of_each_class
 from vitscale.evaluation.trained_model import TrainedModel
+from vitscale.tracking.journal import item_progress
 
 # The prediction of one image, with the columns of `schema`.
 Row = dict[str, Any]
@@ -66,7 +68,8 @@ def predict_images(
 ) -> Iterator[str]:
     """Write the table, or none without `output`; yields lines to print. Collective.
 
-    Raises UserError on every rank if one of them fails; then there is no file.
+    Raises UserError on every rank if one of them fails; then there is no file. Also after the last
+    line, if images could not be read: a script must not take the table for a whole one.
     """
     if model.num_classes == 0:
         raise UserError(
@@ -80,9 +83,12 @@ def predict_images(
     chunks = predictions(run, model, images, world, top=top, names=names)
     if run.output is None:
         rows = _on_all_ranks(run, lambda: [row for chunk in chunks for row in chunk])
+        num_unread = 0
         for rows_of_rank in gather_objects(rows):
             for row in rows_of_rank:
                 yield from _lines(row, top=top)
+                num_unread += row["error"] is not None
+        _refuse_unread(num_unread, images.total)
         return
 
     # Each rank writes a Parquet file; the first joins them in the order of the images. The name is
@@ -111,6 +117,19 @@ def predict_images(
     if counts is not None:
         yield from _report(
             run.output, *counts, left_out=images.num_left_out, no_accuracy=no_accuracy
+        )
+    # Only the first rank has counted.
+    sums = gather_objects(counts[0] if counts else Counter())
+    _refuse_unread(sums[0]["unread"], images.total)
+
+
+def _refuse_unread(num: int, total: int) -> None:
+    """Raise UserError for images that could not be read."""
+    if num:
+        raise UserError(
+            f"{num:,} of {total:,} could not be read",
+            where="images",
+            next_step="repair or remove them; all others were predicted",
         )
 
 
@@ -199,15 +218,22 @@ def predictions(
     )
 
     pending: list[Row] = []
-    with open_batches(
-        samples,
-        positions,
-        batch=size,
-        settings=settings,
-        pin_memory=world.device.type == "cuda",
-    ) as batches:
+    progress = item_progress(
+        "predict", total=stop - start, is_shown=world.is_first, file=sys.stderr
+    )
+    with (
+        open_batches(
+            samples,
+            positions,
+            batch=size,
+            settings=settings,
+            pin_memory=world.device.type == "cuda",
+        ) as batches,
+        progress as advance,
+    ):
         for numbers, cpu_batch in zip(positions, batches, strict=True):
             logits_BC = network.logits(cpu_batch.to(world.device).images)
+            advance(len(numbers))
             shares_BK, ranked_BK = ranked(logits_BC, model, top=top)
             errors = {image.sample: image.error for image in cpu_batch.unreadable}
             # Shards have a class for each label; files have none, so the column stays empty.

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveInt, field_serializer
+from pydantic import Field, PositiveInt, field_serializer, field_validator
 
 from vitscale.checkpoint.folders import resolve_weights
-from vitscale.config.loader import read_yaml
+from vitscale.config.errors import UserError
+from vitscale.config.loader import full_name, read_yaml
 from vitscale.config.section import Run, Section
+from vitscale.data.index import held_out_split, only_held_out
+from vitscale.data.remote import is_url
 from vitscale.data.settings import MixedInShards, RemoteSettings
-from vitscale.evaluation.registry import EvaluationSettings
+from vitscale.evaluation.registry import (
+    EvaluationSettings,
+    groups_of_names,
+    listed_twice,
+)
 from vitscale.models.registry import ModelSettings
 from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.tracking.settings import TrackingSettings, tracking_problems
@@ -82,8 +87,9 @@ class ModelRun(Run):
     """A command that applies a trained model."""
 
     init: str
-    """The model: a run folder, a checkpoint folder, a file of weights (.npz, .safetensors, .pth),
-    a folder of Hugging Face or timm, or hf://OWNER/NAME; see docs/weights.md."""
+    """The model: a run folder (its best checkpoint, without evaluations the newest), a checkpoint
+    folder, a file of weights (.npz, .safetensors, .pth), a folder of Hugging Face or timm,
+    timm/NAME or hf://OWNER/NAME; see docs/weights.md."""
     init_weights: Literal["auto", "model", "ema"] = "auto"
     """The weights themselves (model) or their average (ema). auto: the average, unless
     there is none or more than 1 % of it is the random start."""
@@ -167,13 +173,17 @@ class EvaluateRun(ModelRun):
     are refused."""
     data: EvaluationData
     evaluate: tuple[EvaluationSettings, ...] = Field(min_length=1, strict=False)
-    """The evaluations, in the order of the table."""
+    """The evaluations, in the order of the table, or their names, as in evaluate=knn,few_shot."""
     tracking: TrackingSettings = TrackingSettings()
     launch: LaunchSettings = LaunchSettings()
+    _names = field_validator("evaluate", mode="before")(groups_of_names)
 
     @property
     def folder(self) -> str:
         return self.output or f"runs/{self.name}"
+
+    def implied(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield from held_out_split(self.data)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
@@ -183,14 +193,7 @@ class EvaluateRun(ModelRun):
                 "null evaluates the part of dev_percent; set one of the two",
             )
 
-        # Metrics are named after their evaluation, so the second would replace the first.
-        counts = Counter(settings.name for settings in self.evaluate)
-        for name, count in sorted(counts.items()):
-            if count > 1:
-                yield (
-                    "evaluate",
-                    f"{name} is listed twice; its metrics would have the same names",
-                )
+        yield from listed_twice(self.evaluate)
         # One evaluation is one point in time.
         for settings in self.evaluate:
             if settings.every_steps is not None:
@@ -200,6 +203,20 @@ class EvaluateRun(ModelRun):
                 )
         yield from tracking_problems(self.tracking)
         yield from launch_problems(self.launch)
+
+
+def check_paths(init: str, images: Sequence[str] = ()) -> None:
+    """Raise UserError for a model and images that are not there: before torch is imported."""
+    if not init.startswith("hf://") and not Path(init).exists():
+        # It raises, and names what is there instead.
+        resolve_weights(init)
+
+    # All of them in one message, as a list of files often has several wrong names.
+    paths = [path for path in images if not is_url(path)]
+    missing = [path for path in paths if not Path(path).exists()]
+    if missing:
+        what = f"no such file or folder: {', '.join(map(repr, missing))}"
+        raise UserError(what, where="images", next_step="correct the path")
 
 
 def settings_of_run(argv: Sequence[str]) -> list[str]:
@@ -213,10 +230,8 @@ def settings_of_run(argv: Sequence[str]) -> list[str]:
     given = [word for word in argv if word.startswith("init=")]
     if not given:
         return []
-    init = os.path.expanduser(given[-1].removeprefix("init="))
-    if not init.startswith("hf://") and not Path(init).exists():
-        # It raises, and names what is there instead.
-        resolve_weights(init)
+    init = full_name(given[-1].removeprefix("init="))
+    check_paths(init)
 
     # `init` is a run folder, or a checkpoint below the `checkpoints` of one.
     config: dict[str, Any] = {}
@@ -288,6 +303,12 @@ class PredictRun(ModelRun):
     num_workers: int = Field(default=2, ge=0)
     """Processes per rank that decode images."""
     remote: RemoteSettings = RemoteSettings()
+
+    def implied(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        path = self.images[0]
+        split = only_held_out(path, default=self.split)
+        if split is not None and "split" not in self.model_fields_set:
+            yield f"{path} has one split beside 'train'", {"split": split}
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()

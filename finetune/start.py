@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from shlex import quote
 from typing import Any
 
 import torch
@@ -47,10 +48,14 @@ def load_initial_weights(
 
     # Shapes do not show the number of heads, so nothing else would notice another one.
     refuse_other_heads(weights, model, arch)
-    if run.keep_head:
-        weights, head_messages = with_head(
-            weights, class_names(run.data), keep=run.keep_head
-        )
+    keep = run.keep_head
+    target = class_names(run.data) if keep else ()
+    if keep == "auto":
+        keep = has_same_head(weights, model, arch, target)
+        if not keep:
+            messages.append("the head is new: init has none for these classes")
+    if keep:
+        weights, head_messages = with_head(weights, target, keep=keep)
         messages += head_messages
     try:
         left_out = transfer_weights(
@@ -58,7 +63,7 @@ def load_initial_weights(
             weights,
             grid=arch.grid,
             convention=run.position_embedding,
-            keep_head=bool(run.keep_head),
+            keep_head=bool(keep),
             resize_patches=run.init_patch == "resize",
         )
     except UserError as error:
@@ -76,7 +81,7 @@ def load_initial_weights(
         messages.append(
             f"left out {len(left_out)} tensors that this model does not have: {_first(left_out)}"
         )
-    messages += _differences(weights, run, arch)
+    messages += _differences(weights, run, arch, keeps_head=bool(keep))
     if source is not None:
         return run.init, messages
     return weights.where, messages
@@ -116,6 +121,30 @@ def _keys_that_fit(weights: Weights, arch: Architecture) -> str | None:
     return f"these weights need {' '.join(changes)}"
 
 
+def has_same_head(
+    weights: Weights, model: nn.Module, arch: Architecture, target: Sequence[str]
+) -> bool:
+    """Whether the head of the weights is for the classes `target`, all named, and fits the model.
+
+    Then nothing is gained by a new one, which would first have to be learned.
+    """
+    heads = head_layers(weights.tensors, timm_name=weights.known.get("model"))
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    fits = heads and all(
+        weights.tensors[f"{head}.weight"].shape == shapes.get(f"{head}.weight")
+        for head in heads
+    )
+    pool = getattr(arch, "pool", None)
+    if not fits or weights.known.get("pool", pool) != pool:
+        return False
+
+    names = weights.names_of(len(target))
+    if names is None:
+        return False
+    matched = column_of_each_class(names, target, num_outputs=len(names))
+    return not matched.lacking(target)
+
+
 def refuse_other_heads(weights: Weights, model: nn.Module, arch: Architecture) -> None:
     """Raise UserError where the same tensors would be cut into another number of heads."""
     expected = weights.known.get("num_heads")
@@ -137,17 +166,21 @@ def refuse_other_heads(weights: Weights, model: nn.Module, arch: Architecture) -
 
 
 def _differences(
-    weights: Weights, run: FinetuneRun, arch: Architecture
+    weights: Weights, run: FinetuneRun, arch: Architecture, *, keeps_head: bool
 ) -> Iterator[str]:
-    """Yield settings in which the run differs from the weights without a difference in shapes."""
+    """Yield a warning of settings in which the run differs from the weights without a difference
+    in shapes."""
     # The image size is expected to differ, and a new head may well see another pool.
     skipped = {"name", "image_size"}
-    if not run.keep_head:
+    if not keeps_head:
         skipped.add("pool")
     known = {key: value for key, value in weights.known.items() if key not in skipped}
     # The colours are always known: a format that does not say has a convention.
     colors = {key: weights.preprocessing[key] for key in ("mean", "std")}
 
+    wanted = []
+    given = []
+    is_sure = True
     for section, settings, expected in (
         ("model", arch, known),
         ("data", run.data, colors),
@@ -156,12 +189,17 @@ def _differences(
             current = getattr(settings, name, value)
             if _in_evaluation(current) == _in_evaluation(value):
                 continue
+            wanted.append(quote(f"{section}.{name}={_listed(value)}"))
+            given.append(f"{name}={_listed(current)}")
             # A value that the format does not state is a guess from its convention.
-            verb = "probably expect" if weights.assumes(name) else "expect"
-            yield (
-                f"these weights {verb} {section}.{name}={_listed(value)}; "
-                f"this run has {_listed(current)}"
-            )
+            is_sure = is_sure and not weights.assumes(name)
+
+    if wanted:
+        verb = "expect" if is_sure else "probably expect"
+        yield (
+            f"warning: this run has {' '.join(given)}; its weights {verb} other values; "
+            f"next: {' '.join(wanted)}"
+        )
 
 
 def _in_evaluation(value: Any) -> Any:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 
 try:
-    from finetune.settings import VisualizeRun
+    from finetune.settings import VisualizeRun, check_paths
     from vitscale.config.command_line import load_command
-    from vitscale.distributed.processes import run_rank_script
+    from vitscale.distributed.processes import quick_imports, run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -19,8 +19,9 @@ except ModuleNotFoundError as error:
 
 def visualize(run: VisualizeRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
-    from finetune.inspection.run import draw_pictures
-    from vitscale.distributed.world import process_group
+    with quick_imports():
+        from finetune.inspection.run import draw_pictures
+        from vitscale.distributed.world import process_group
 
     # One process draws all; others, if a launcher started them, only take part in the world.
     compute = run.compute
@@ -41,6 +42,7 @@ def main() -> None:
         needs_config=False,
         words_key="images",
     )
+    check_paths(command.run.init, command.run.images)
     visualize(command.run)
 
 

@@ -1,6 +1,6 @@
 """Compare runs: differing parameters, metrics, and an HTML report with curves.
 
-python launch/compare.py runs/a runs/b [--at samples] [--output FILE.html] [--csv FILE.csv]
+python launch/compare.py runs/a runs/b [--at samples] [--output FILE.html] [--json FILE.json]
 python launch/compare.py --filter "params.model.depth = '12'" --uri URI
 python launch/compare.py sync runs/a runs/b [--to tensorboard]
 """
@@ -18,7 +18,6 @@ try:
     from launch.comparison.report import (
         plain_text,
         tables,
-        write_csv,
         write_file,
         write_json,
     )
@@ -48,14 +47,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output", metavar="FILE.html", default=default, help="report to write"
     )
-    parser.add_argument(
-        "--csv", metavar="FILE", help="write one row per run and metric"
-    )
     parser.add_argument("--json", metavar="FILE", help="write the whole comparison")
     text = "MLflow store, searched first; default: that of the site file, or runs/mlflow.db"
     parser.add_argument("--uri", help=text)
     arguments = parser.parse_args()
-    for name in ("output", "csv", "json"):
+    for name in ("output", "json"):
         given = getattr(arguments, name)
         setattr(arguments, name, given and os.path.expanduser(given))
     if bool(arguments.runs) == (arguments.filter is not None):
@@ -88,10 +84,9 @@ def main() -> None:
     comparison = compare(runs, axis=axis, total=total)
     print(*map(printable, verdict(comparison)), "", sep="\n")
     print("\n".join(map(plain_text, tables(comparison))))
-    for path, write in ((arguments.csv, write_csv), (arguments.json, write_json)):
-        if path is not None:
-            write(comparison, Path(path))
-            print(f"wrote {path}")
+    if arguments.json is not None:
+        write_json(comparison, Path(arguments.json))
+        print(f"wrote {arguments.json}")
     write_file(Path(arguments.output), render(comparison))
     print(f"report: {arguments.output}")
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -22,8 +22,13 @@ import webbrowser
 from pathlib import Path
 
 try:
-    from vitscale.config.errors import UserError, run_script
-    from vitscale.data.folders import files_below, folders_in
+    from vitscale.config.errors import (
+        EXIT_INTERRUPTED,
+        EXIT_STOPPED_RESUMABLE,
+        UserError,
+        run_script,
+    )
+    from vitscale.data.folders import files_below, folders_in, is_image_name
     from vitscale.data.split_names import splits_of_folders
     from vitscale.distributed.processes import num_gpus
 except ModuleNotFoundError as error:
@@ -34,8 +39,7 @@ MAX_PROCESSES = 2
 # Of a folder, which may be ImageNet: 600 steps see 38,400 images.
 FOLDER_LENGTH = "schedule.epochs=null schedule.steps=600"
 MAX_PER_CLASS, MAX_IMAGES = 200, 20_000
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-ALLOWED = "a folder with one sub-folder of JPEG, PNG or WebP images per class"
+ALLOWED = "a folder with one sub-folder of images per class"
 
 
 def name_of(folder: Path | None) -> str:
@@ -69,19 +73,19 @@ def folder_of_classes(folder: Path) -> Path:
     return folder / splits["train"]
 
 
-def commands(name: str, *, is_folder: bool) -> dict[str, str]:
-    """Title -> command."""
+def commands(name: str, *, configs: str) -> dict[str, str]:
+    """Title -> command. configs: `digits` for a folder of images, `demo` for letters."""
     images, shards = f"runs/{name}/images", f"runs/{name}/shards"
     paths = f"source.path={images} output={shards}"
     steps = {}
-    if is_folder:
-        configs, length = "digits", FOLDER_LENGTH
+    length = ""
+    if configs == "digits":
+        length = FOLDER_LENGTH
         steps["shards"] = (
             f"vitscale prepare shards data/image_folder {paths} source.holdout_fraction=0.2 "
             "images.short_side=64 shards.min_shards=4"
         )
     else:
-        configs, length = "demo", ""
         # 53 accented letters, in the fonts of matplotlib's wheel.
         steps["images"] = f"vitscale prepare corpus characters {images}"
         steps["shards"] = f"vitscale prepare shards data/characters {paths}"
@@ -104,7 +108,7 @@ def link_some(folder: Path, target: Path) -> None:
     classes: dict[str, list[Path]] = {}
     for name in folders_in(folder):
         paths = sorted(map(Path, files_below(folder / name)))
-        if images := [path for path in paths if path.suffix.lower() in SUFFIXES]:
+        if images := [path for path in paths if is_image_name(path.name)]:
             classes[name] = images
     if not classes:
         raise UserError(
@@ -125,9 +129,13 @@ def link_some(folder: Path, target: Path) -> None:
 def run_command(title: str, command: str) -> None:
     print(f"\n=== {title}\n$ {command}", flush=True)
     _, *words = shlex.split(command)
-    if code := subprocess.run(
-        [sys.executable, "-m", "vitscale.command", *words]
-    ).returncode:
+    # Ctrl-C is for the command that runs, which says what it keeps.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    code = subprocess.run([sys.executable, "-m", "vitscale.command", *words]).returncode
+    signal.signal(signal.SIGINT, before)
+    if code in (EXIT_INTERRUPTED, EXIT_STOPPED_RESUMABLE):
+        raise SystemExit(code)
+    if code:
         raise UserError(
             f"{title} ended with exit code {code}",
             where=command,
@@ -135,28 +143,17 @@ def run_command(title: str, command: str) -> None:
         )
 
 
-def final_top1(run: str) -> float:
-    rows = map(json.loads, Path(f"runs/{run}/journal.jsonl").read_text().splitlines())
-    return [row["val/top1"] for row in rows if "val/top1" in row][-1]
-
-
-def print_summary(name: str, *, minutes: float, is_folder: bool) -> None:
-    low, high, configs = (16, 24, "digits") if is_folder else (8, 16, "demo")
-    parts = {
-        "pretrain": f"pre-trained at {low} px",
-        "finetune": f"fine-tuned from it at {high} px",
-        "scratch": "the same fine-tuning from random weights",
-    }
-    print(
-        f"\n=== Done in {minutes:.1f} minutes\n\nAccuracy (top-1 on the test images):"
-    )
-    for part, text in parts.items():
-        print(f"  {final_top1(f'{name}-{part}'):7.2%}  {text:42} runs/{name}-{part}")
+def print_summary(name: str, *, minutes: float, configs: str) -> None:
+    # The report's verdict and tables were printed by the last command, above this.
     print(
         f"""
+=== Done in {minutes:.1f} minutes
+
 Made in {Path.cwd()}:
   runs/{name}/shards/        WebDataset tars, index.parquet, ledger.parquet (a row per input file)
   runs/{name}-pretrain/      config.yaml, journal.jsonl, logs/, checkpoints/
+  runs/{name}-finetune/      the same, started from it at a higher resolution
+  runs/{name}-scratch/       the same fine-tuning from random weights
   runs/{name}/report.html    the runs compared in one page: open it in a browser
 
 Try next there, with {Path(sys.executable).parent} on PATH:
@@ -178,17 +175,20 @@ def main() -> None:
         "--open", action="store_true", help="show the report in the browser"
     )
     arguments = parser.parse_args()
-    folder = None if arguments.data is None else arguments.data.resolve()
-    if folder is not None:
-        folder = folder_of_classes(folder)
-    name, start = name_of(folder), time.monotonic()
+    start = time.monotonic()
+    folder = None
+    configs = "demo"
+    if arguments.data is not None:
+        folder = folder_of_classes(arguments.data.resolve())
+        configs = "digits"
+    name = name_of(folder)
     if folder is not None:
         link_some(folder, Path(f"runs/{name}/images"))
-    steps = commands(name, is_folder=folder is not None)
+    steps = commands(name, configs=configs)
     for number, (title, command) in enumerate(steps.items(), start=1):
         run_command(f"{number}/{len(steps)} {title}", command)
     minutes = (time.monotonic() - start) / 60
-    print_summary(name, minutes=minutes, is_folder=folder is not None)
+    print_summary(name, minutes=minutes, configs=configs)
     if arguments.open and not webbrowser.open(
         Path(f"runs/{name}/report.html").absolute().as_uri()
     ):

@@ -16,12 +16,11 @@ try:
     from finetune.settings import settings_of_run
     from launch.chains.load import launch_command, load_chain
     from launch.chains.settings import ChainRun
-    from launch.jobs.preparation import check_job, prepare_job
-    from launch.jobs.processes import EXIT_INTERRUPTED, StopFlag, run_here
+    from launch.jobs.preparation import LaunchableRun, check_job, prepare_job
+    from launch.jobs.processes import StopFlag, run_here
+    from launch.planning.dry_run import check_here
     from vitscale.config.errors import UserError, run_script
-    from vitscale.data.index import read_manifest
-    from vitscale.distributed.processes import num_gpus
-    from vitscale.runs.training import TrainingRun
+    from vitscale.distributed.processes import num_cores, num_gpus
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -45,7 +44,7 @@ def main() -> None:
         "evaluation.\n--num-procs N: that many processes; default: one for each GPU.",
         examples=("vitscale launch --local demo/pretrain --num-procs 2",),
         switches={
-            "--dry-run": "list the runs of a chain with their states; start nothing"
+            "--dry-run": "show the plan of a run, or the runs of a chain with their states"
         },
     )
     is_dry_run = "--dry-run" in command.switches
@@ -53,23 +52,34 @@ def main() -> None:
         raise SystemExit(
             start_chain(command.run, num_procs, stop=stop, is_dry_run=is_dry_run)
         )
-    if is_dry_run:
-        step = "vitscale launch --dry-run shows the plan of one run"
-        raise UserError(
-            "--dry-run is for chains here", where="command line", next_step=step
-        )
 
     # All that can be wrong is reported before the job has a folder.
     run = command.run
     check_job(run, num_tasks=num_procs, cluster="local")
-    if isinstance(run, TrainingRun) and not run.data.is_streamed:
-        read_manifest(
-            run.data.path
-        )  # a wrong path is an error here, before ranks import torch
+    if is_dry_run:
+        print(plan_here(run, num_procs))
+        return
+    # What is missing is an error here, before a rank imports torch or the run has a folder.
+    check_here(run, num_procs=num_procs)
     job = prepare_job(run, cluster="local")
     raise SystemExit(
         run_here(job, python=run.launch.python, num_procs=num_procs, stop=stop)
     )
+
+
+def plan_here(run: LaunchableRun, num_procs: int) -> str:
+    """The run, its plan on this machine, and the checks that need no rank. Writes nothing."""
+    from launch.planning.dry_run import as_table, describe, run_checks
+
+    sizes = {
+        "nodes": 1,
+        "tasks_per_node": num_procs,
+        "gpus_per_node": num_gpus(),
+        "cpus_per_task": max(1, num_cores() // num_procs),
+    }
+    launch = run.launch.model_copy(update=sizes)
+    here = run.model_copy(update={"launch": launch})
+    return f"{describe(here)}\n\n# Checks\n{as_table(run_checks(here))}"
 
 
 def start_chain(
@@ -83,11 +93,7 @@ def start_chain(
     if is_dry_run:
         print(overview(chain, chain_states(chain)))
         return 0
-    try:
-        return run_chain(chain, num_procs=num_procs, stop=stop)
-    except KeyboardInterrupt:
-        print("\ninterrupted: all processes were ended", file=sys.stderr, flush=True)
-        return EXIT_INTERRUPTED
+    return run_chain(chain, num_procs=num_procs, stop=stop)
 
 
 def parse_num_procs() -> tuple[int, list[str]]:

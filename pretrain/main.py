@@ -39,7 +39,7 @@ def main() -> None:
         PretrainRun,
         program="vitscale pretrain",
         description="Pre-train a Vision Transformer on a folder of shards. `vitscale` starts a "
-        "process for each\nGPU, or --num-procs N.",
+        "process for each\nGPU, or --num-procs N; --dry-run shows the plan alone.",
         examples=(
             "vitscale pretrain demo/pretrain",
             "vitscale pretrain vit_b16 data.path=SHARDS",

@@ -7,14 +7,22 @@ everything else, as `python SCRIPT` would.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from glob import escape, glob
 from pathlib import Path
 from typing import NoReturn
 
 from vitscale.config import packaged
-from vitscale.config.errors import UserError, did_you_mean, not_written, run_script
+from vitscale.config.errors import (
+    UserError,
+    did_you_mean,
+    interrupts_deferred,
+    not_written,
+    run_script,
+)
 from vitscale.config.packaged import CONFIGS, config_names
 
 PREPARE = {
@@ -75,16 +83,36 @@ LOCAL = "launch/local.py"
 HELP = ("--help", "-h")
 WITH_CONFIG = (*PARALLEL, "launch", "shards", "index")
 COMPLETION = {
-    "bash": """\
+    # Bash divides words at = and replaces what is behind the last one. A name that may go on, of a
+    # folder, a group or a key, gets no blank.
+    "bash": r"""\
 _vitscale() {
-    local words; words=$(vitscale completion words "${COMP_WORDS[@]:1:COMP_CWORD-1}")
-    COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))
+    local -a words=()
+    local word after=
+    for word in "${COMP_WORDS[@]:1:COMP_CWORD}"; do
+        if [[ $word == = || $after == = ]]; then words[-1]+=$word; else words+=("$word"); fi
+        after=$word
+    done
+    mapfile -t COMPREPLY < <(vitscale completion words "${words[@]}")
+    word=${words[-1]}
+    [[ $word == *=* && $COMP_WORDBREAKS == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"${word%%=*}="}")
+    COMPREPLY=("${COMPREPLY[@]// /\\ }")
+    [[ ${COMPREPLY[*]} == *[=./] ]] && compopt -o nospace 2> /dev/null
+    return 0
 }
 complete -o default -F _vitscale vitscale""",
-    "zsh": """\
-_vitscale() { compadd -- $(vitscale completion words ${words[2,CURRENT-1]}) || _files }
+    "zsh": r"""\
+_vitscale() {
+    local -a found
+    found=(${(f)"$(vitscale completion words "${(@Q)words[2,CURRENT]}")"})
+    (( $#found )) || { _files; return }
+    compadd -S '' -- ${(M)found:#*[=./]}
+    compadd -- ${found:#*[=./]}
+}
 compdef _vitscale vitscale""",
-    "fish": "complete -c vitscale -a '(vitscale completion words (commandline -opc)[2..])'",
+    "fish": """\
+complete -c vitscale -a \\
+    '(vitscale completion words (commandline -opc)[2..] "$(commandline -ct)")'""",
 }
 
 
@@ -112,7 +140,10 @@ def start(words: Sequence[str]) -> None:
         if kind in HELP:
             show("vitscale prepare", PREPARE)
         else:
-            execute(_known(kind, PREPARE)[0], _with_config(kind, rest))
+            script, _ = _known(kind, PREPARE)
+            if "--dry-run" in rest and kind in WITH_CONFIG:
+                script = LOCAL
+            execute(script, _with_config(kind, rest))
     else:
         script, _ = _known(name, COMMANDS)
         rest = _with_config(name, rest)
@@ -183,9 +214,9 @@ def execute(script: str, words: Sequence[str]) -> NoReturn:
     if packaged.IS_WHEEL:  # its stages are on no path of their own
         paths = [str(packaged.INSIDE), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    os.execv(
-        sys.executable, [sys.executable, str(packaged.PROJECT_ROOT / script), *words]
-    )
+    program = [sys.executable, str(packaged.PROJECT_ROOT / script), *words]
+    with interrupts_deferred():
+        os.execv(sys.executable, program)
 
 
 def list_configs(words: Sequence[str]) -> None:
@@ -234,19 +265,52 @@ def copy_config(words: Sequence[str]) -> None:
 
 
 def complete(words: Sequence[str]) -> None:
-    """Print a shell's completion; after `words`, what may follow the words after that."""
+    """Print a shell's completion; after the word `words`, what the last word may become."""
     if words[:1] == ["words"]:
-        names = config_names() if words[-1] in (*WITH_CONFIG, "--local", "copy") else ()
-        followers = {
-            "words": (*COMMANDS,),
-            "prepare": (*PREPARE,),
-            "completion": (*COMPLETION,),
-        }
-        followers["configs"] = ("copy",)
-        print(*followers.get(words[-1], names), sep="\n")
+        # A shell quotes blanks by a backslash.
+        *before, start = [word.replace("\\", "") for word in words[1:]] or [""]
+        for each in sorted({*_followers(before, start)}):
+            if each.startswith(start):
+                print(each)
     else:
         shells = {name: (text, "") for name, text in COMPLETION.items()}
         print(_known(words[0] if words else "", shells)[0])
+
+
+def _followers(before: Sequence[str], start: str) -> Iterator[str]:
+    """Yield words that may follow those before; one that goes on ends in =, a dot or a slash."""
+    first = before[0] if before else ""
+    last = before[-1] if before else ""
+    lists: dict[str, Iterable[str]] = {
+        "": COMMANDS,
+        "prepare": PREPARE,
+        "completion": COMPLETION,
+        "configs": ["copy"],
+    }
+    if last in lists:
+        yield from lists[last]
+        return
+    if last in (*WITH_CONFIG, "--local", "copy"):
+        yield from config_names()
+    if first in ("compare", "status"):
+        yield from (path.parent.name for path in Path("runs").glob("*/config.yaml"))
+
+    key, is_setting, path = start.partition("=")
+    for line in packaged.COMPLETED_KEYS.read_text().splitlines():
+        command, name, held = line.split(" ")
+        if first not in (command, "launch"):
+            continue
+        if not is_setting:
+            # To its next dot.
+            num_parts = key.count(".") + 1
+            parts = re.findall(r"[^.]+\.?", f"{name}=")
+            yield "".join(parts[:num_parts])
+        elif name == key and held == "PATH":
+            for found in glob(f"{escape(path)}*"):
+                end = "/" if os.path.isdir(found) else ""
+                yield f"{key}={found}{end}"
+        elif name == key:
+            yield from (f"{key}={each}" for each in held.split(",") if each)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,9 @@ from data_prep.duplicates.second_look import likeness
 from data_prep.duplicates.similar import describe_images
 from data_prep.formats.index_files import tar_files
 from data_prep.formats.ledger import LEDGER_NAME
-from data_prep.sources.files import is_image_name
 from data_prep.sources.protocol import printable
 from vitscale.config.errors import UserError
-from vitscale.data.folders import files_below
+from vitscale.data.folders import files_below, is_image_name
 from vitscale.data.index import INDEX_NAME, read_manifest, read_shard
 from vitscale.distributed.atomic_files import blake3_of_file
 

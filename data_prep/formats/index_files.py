@@ -59,8 +59,17 @@ TEXT_SCHEMA = pa.schema(
         for field in INDEX_SCHEMA
     ]
 )
-# Up to these numbers of images, `training_command` takes a small model, and DeiT's recipe.
+# Up to these numbers of images, `next_step` takes published weights or a small model, and DeiT's
+# recipe.
 SMALL_SAMPLES, MEDIUM_SAMPLES = 50_000, 2_000_000
+# Median short sides: from here on images are photographs, and up to here not worth 32 px.
+PHOTOGRAPH_PX, TINY_PX = 96, 32
+PUBLISHED = "timm/vit_small_patch16_224.augreg_in21k"
+PUBLISHED_NOTE = """
+  published weights, fetched once (88 MB); without a network set init to a file or folder of them.
+  Random weights learn far less from photographs as few as these: docs/own_images.md has figures"""
+RANDOM_NOTE = """
+  from random weights: enough for simple images; docs/own_images.md has what to expect"""
 # Rows per parquet row group, which readers of a split skip as one.
 ROW_GROUP_ROWS = 1 << 13
 
@@ -124,7 +133,11 @@ def write_card(
         "configs": [{"config_name": "default", "data_files": files}],
         "dataset_info": {"features": features},
     }
-    front = yaml.safe_dump(facts, sort_keys=False, width=math.inf)
+    # As it is, YAML folds a line end of Unicode into a blank.
+    is_plain = "".join(classes).isprintable()
+    front = yaml.safe_dump(
+        facts, sort_keys=False, width=math.inf, allow_unicode=is_plain
+    )
     text = "Images as WebDataset tars; manifest.json has their numbers."
     write_text(folder / CARD_NAME, f"---\n{front}---\n\n{text}\n")
 
@@ -205,33 +218,45 @@ def local_folder(place: Location | str, *, where: str) -> Path:
     )
 
 
-def training_command(folder: Path, manifest: Manifest, *, gpus: int) -> str:
-    """A command that trains on a shard folder, on a machine with so many GPUs.
+def next_step(folder: Path, manifest: Manifest, *, gpus: int) -> str:
+    """A command that suits these images and a machine with so many GPUs, with what to expect of it.
 
-    Without GPUs, of a large recipe the plan alone.
+    Published weights where photographs are too few to train a model from random ones; a small model
+    for small images; of a large recipe without GPUs the plan alone.
     """
     num = sum(entry.num_samples for entry in manifest.splits.values())
-    settings = [f"model.num_classes={len(manifest.classes)}"]
+    sizes = pq.read_table(folder / INDEX_NAME, columns=["width", "height"])
+    side = np.median(np.minimum(*sizes.columns))
+    settings = f"model.num_classes={len(manifest.classes)}"
+    note = ""
     if not manifest.classes:
-        config = "mae/b16"
-        settings = ["'evaluate=[]'"]
-    elif num <= SMALL_SAMPLES:
-        config = "digits/pretrain"
-        gpus = gpus or 2
-        # The epochs of the file could be fewer steps than its warm-up.
-        settings = ["name=pretrain", "schedule.epochs=null", "schedule.steps=1000"]
+        recipe = "pretrain mae/b16"
+        settings = "'evaluate=[]'"
+    elif num > MEDIUM_SAMPLES:
+        recipe = "pretrain vit_b16"
+    elif num > SMALL_SAMPLES:
+        recipe = "pretrain deit/s16"
+    elif side >= PHOTOGRAPH_PX:
+        recipe = "finetune own" if gpus else "evaluate own_features"
+        settings = f"init={PUBLISHED}"
+        note = PUBLISHED_NOTE
     else:
-        config = "deit/s16" if num <= MEDIUM_SAMPLES else "vit_b16"
-    held_out = sorted(manifest.splits.keys() - {"train"})
-    val_split = "val" if "val" in held_out else next(iter(held_out), "null")
-    command = f"vitscale launch {config} --dry-run"
+        recipe = "pretrain digits/pretrain"
+        # The epochs of the file could be fewer steps than its warm-up.
+        settings = "name=pretrain schedule.epochs=null schedule.steps=1000"
+        if side > TINY_PX:
+            settings += " model.image_size=32 data.horizontal_flip=true"
+        note = RANDOM_NOTE
+        gpus = gpus or 2
+
     if gpus:  # a power of two, which divides the batches of all recipes
-        command = f"vitscale pretrain {config} --num-procs {1 << gpus.bit_length() - 1}"
-    places = [
-        f"data.path={quote(str(folder))}",
-        *settings,
-        f"data.val_split={quote(val_split)}",
-    ]
+        recipe += f" --num-procs {1 << gpus.bit_length() - 1}"
+    elif not note:
+        recipe = f"{recipe.replace('pretrain', 'launch')} --dry-run"
+    held_out = sorted(manifest.splits.keys() - {"train"}, key="val".__ne__)
+    settings += f" data.val_split={quote(next(iter(held_out), 'null'))}"
+    if note and not held_out:
+        settings += " data.dev_percent=10"
     if is_url(manifest.shards_root):
-        places.append("data.remote.cache_path=FOLDER")
-    return " ".join([command, *places])
+        settings += " data.remote.cache_path=FOLDER"
+    return f"vitscale {recipe} data.path={quote(str(folder))} {settings}{note}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -13,12 +14,16 @@ from PIL.ImageFile import ImageFile
 
 from vitscale.images.jpeg.markers import has_whole_picture
 from vitscale.images.plain import (
+    BITS,
+    OTHER_FORMATS,
     SUFFIXES,
     UPRIGHT,
+    format_of,
     has_opacity,
     open_picture,
     orientation,
     plain,
+    tiff_tag,
     upright,
 )
 from vitscale.runs.data_prep import ImageSettings
@@ -28,7 +33,8 @@ FAULTS = {
     "too_large": "more than 512 MiB, as stored or unpacked from gzip",
     "bad_gzip": "packed with gzip and broken: cannot be unpacked to the end",
     "not_an_image": "content is no image of a known format",
-    "other_format": "an image of another format: GIF, BMP, TIFF, AVIF ...",
+    "other_format": "another format, such as JPEG 2000; in tars that are indexed also TIFF ...",
+    "no_decoder": "HEIC, which is read after: pip install pillow-heif",
     "bad_header": "the header is broken, or of a kind that cannot be decoded",
     "too_many_pixels": "the header claims more than images.max_pixels; nothing was decoded",
     "too_small": "a side is shorter than images.min_side",
@@ -36,35 +42,21 @@ FAULTS = {
     "bad_pixels": "truncated, damaged, or otherwise not decoded to the last pixel",
 }
 # In the order in which the ledger names them.
-CHANGES = (
-    "gzip",
-    "cmyk",
-    "16_bit",
-    "transparency",
-    "animation",
-    "exif_rotation",
-    "short_side",
-)
+CHANGES = """
+gzip converted cmyk 16_bit transparency animation exif_rotation short_side
+""".split()
 MAX_FILE_BYTES = 512 << 20
 GZIP = b"\x1f\x8b"
-START_BYTES = 64
-OTHER_FORMATS = (
-    b"GIF8",
-    b"BM",
-    b"II*\0",
-    b"MM\0*",
+MIN_BYTES = 64
+OTHER_STARTS = (
     b"\x00\x00\x01\x00",
     b"8BPS",
     b"\xff\x0a",
+    b"II+\0",
+    b"MM\0+",
+    b"\0\0\0\x0cjP  \r\n\x87\n",
 )
-OTHER_BRANDS = (
-    b"ftypavif",
-    b"ftypavis",
-    b"ftypheic",
-    b"ftypheix",
-    b"ftypmif1",
-    b"jP  \r\n\x87\n",
-)
+LOSSLESS = ("PNG", "TIFF", "BMP", "GIF")
 PNG_DEPTH = 24
 PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 # Without one of these, Pillow would decode a whole PNG in search of its orientation.
@@ -126,7 +118,9 @@ def _check(
     # The first bytes and the header reject before pixels are decoded, which costs most.
     is_packed = data.startswith(GZIP)
     found.content = _unpacked(data) if is_packed else data
-    format = format_of(found.content)
+    format = known_format(found.content)
+    if not converts and format in OTHER_FORMATS:
+        raise Rejected("other_format")
     if not is_whole(found.content, format):
         raise Rejected("bad_pixels")
     image = open_image(found.content, format)
@@ -144,7 +138,7 @@ def _check(
         if format != "PNG" or any(mark in found.content for mark in PNG_EXIF):
             turn = orientation(image)
         changes = _changes(image, found.content, turn, short_side=settings.short_side)
-    found.extension = SUFFIXES[format]
+    found.extension = SUFFIXES.get(format, "")
     found.width, found.height = image.size
     found.changes = ",".join(["gzip"] * is_packed + changes) or None
 
@@ -162,7 +156,6 @@ def _check(
             _convert(
                 found,
                 image,
-                turn,
                 settings.short_side if "short_side" in changes else None,
             )
     except MemoryError:
@@ -175,8 +168,8 @@ def _check(
 def _unpacked(data: bytes) -> bytes:
     try:
         with gzip.open(io.BytesIO(data)) as file:
-            start = file.read(START_BYTES)
-            format_of(start)  # content that is no image is not unpacked at all
+            start = file.read(MIN_BYTES)
+            known_format(start)  # content that is no image is not unpacked at all
             content = start + file.read(MAX_FILE_BYTES + 1 - len(start))
     except (OSError, EOFError, zlib.error):
         raise Rejected("bad_gzip") from None
@@ -185,16 +178,14 @@ def _unpacked(data: bytes) -> bytes:
     return content
 
 
-def format_of(data: bytes) -> str:
-    """Return Pillow's name of the format, by the first bytes. Raises Rejected."""
-    if data.startswith(b"\xff\xd8\xff"):
-        return "JPEG"
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "PNG"
-    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
-        return "WEBP"
-    is_other = data.startswith(OTHER_FORMATS) or data[4:12] in OTHER_BRANDS
-    raise Rejected("other_format" if is_other else "not_an_image")
+def known_format(data: bytes) -> str:
+    """Return the format of an image that may be converted. Raises Rejected."""
+    format = format_of(data)
+    if format is not None:
+        return format
+    if data.startswith(OTHER_STARTS):
+        raise Rejected("other_format")
+    raise Rejected("not_an_image")
 
 
 def open_image(data: bytes, format: str) -> ImageFile:
@@ -204,6 +195,8 @@ def open_image(data: bytes, format: str) -> ImageFile:
         image = open_picture(data, formats=(format,))
     except MemoryError:
         raise
+    except ModuleNotFoundError:
+        raise Rejected("no_decoder") from None
     except Exception:
         # Pillow raises SyntaxError, ValueError, struct.error, zlib.error ... on broken headers.
         raise Rejected("bad_header") from None
@@ -217,33 +210,41 @@ def is_whole(data: bytes, format: str) -> bool:
         return has_whole_picture(data)
     if format == "PNG":
         return data.rfind(PNG_END) >= 0
-    return 8 + int.from_bytes(data[4:8], "little") <= len(data)
+    if format == "WEBP":
+        return 8 + int.from_bytes(data[4:8], "little") <= len(data)
+    # The others are converted, so that they are decoded to their end.
+    return True
 
 
 def _changes(
     image: ImageFile, data: bytes, turn: int, *, short_side: int | None
 ) -> list[str]:
     """List the changes needed for a plain 8-bit image; empty: its bytes are kept."""
+    depth = max(tiff_tag(image, BITS, (8,)))
+    if image.format == "PNG":
+        depth = data[PNG_DEPTH]
+    # Pillow looks for a second picture, and raises IndexError, struct.error ... if it is broken.
+    has_more = True
+    with suppress(Exception):
+        has_more = getattr(image, "is_animated", False)
     is_needed = {
+        "converted": image.format in OTHER_FORMATS,
         "cmyk": image.mode == "CMYK",
-        "16_bit": image.format == "PNG" and data[PNG_DEPTH] == 16,
+        "16_bit": depth > 8,
         "transparency": has_opacity(image),
         # A JPEG with several pictures (MPO) is one to every decoder.
-        "animation": image.format in ("PNG", "WEBP")
-        and getattr(image, "is_animated", False),
+        "animation": image.format != "MPO" and has_more,
         "exif_rotation": turn != UPRIGHT,
         "short_side": short_side is not None and min(image.size) > short_side,
     }
     return [name for name, needed in is_needed.items() if needed]
 
 
-def _convert(
-    found: CheckedImage, file: ImageFile, turn: int, short_side: int | None
-) -> None:
+def _convert(found: CheckedImage, file: ImageFile, short_side: int | None) -> None:
     """Replace content, format and size. Raises what Pillow raises."""
     size = file.size
     is_lossless_webp = file.format == "WEBP" and b"VP8L" in found.content[:4096]
-    is_lossy = file.format != "PNG" and not is_lossless_webp
+    is_lossy = file.format not in LOSSLESS and not is_lossless_webp
     if short_side is not None:
         short = min(size)
         width, height = ((side * short_side + short // 2) // short for side in size)
@@ -253,7 +254,7 @@ def _convert(
     image = plain(file)
     if size != image.size:
         image = image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
-    image = upright(image, turn)
+    image = upright(image, orientation(file))
     image.info = {}  # only pixels: no profile, text, resolution or rotation
 
     # A picture that is lossy already, or is made smaller, need not be stored exactly.

@@ -14,16 +14,11 @@ from pathlib import Path
 
 from data_prep.sources.protocol import Container, printable, source_root
 from vitscale.config.errors import UserError
-from vitscale.data.folders import files_below, is_hidden
+from vitscale.data.folders import files_below, is_hidden, is_image_name
 from vitscale.data.split_names import splits_of_files
 from vitscale.data.webdataset import matching
 from vitscale.runs.data_prep import SourceSettings
 
-# Files with these names are opened and checked. Unsupported formats are included, so that a folder
-# of .bmp files is reported as unsupported images and not ignored as other files.
-IMAGE_SUFFIXES = frozenset(
-    "jpg jpeg jpe jfif mpo png apng webp bmp gif tif tiff heic heif avif jp2 ppm".split()
-)
 TAR_SUFFIX = re.compile(r"\.(tar(\.(gz|xz|zst|bz2|lz4))?|tgz|txz)$", re.IGNORECASE)
 
 
@@ -41,7 +36,12 @@ def split_places(settings: SourceSettings, *, kind: str) -> dict[str, str]:
     top = Path(settings.path).expanduser()
     may_be_file = kind != "folder"
     if not (top.is_dir() or (may_be_file and top.is_file())):
-        raise UserError(f"{settings.path!r}: no such {kind}", where="source.path")
+        problem = "is a file, not a folder" if top.exists() else f"no such {kind}"
+        raise UserError(
+            f"{settings.path!r}: {problem}",
+            where="source.path",
+            next_step="set source.path=IMAGES to your images; --help source.path lists the layouts",
+        )
     if top.is_file():
         if settings.splits:
             raise UserError("needs a folder as source.path", where="source.splits")
@@ -166,10 +166,6 @@ def stem_and_suffix(name: str) -> tuple[str, str]:
 def member_path(name: str) -> str:
     """Remove `./`, `//`, and slashes at either end of a member's name."""
     return "/".join(part for part in name.split("/") if part not in ("", "."))
-
-
-def is_image_name(name: str) -> bool:
-    return stem_and_suffix(name)[1].lower() in IMAGE_SUFFIXES
 
 
 def is_tar_name(name: str) -> bool:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from data_prep.sources.files import (
-    is_image_name,
     key_of,
     name_reason,
     split_places,
@@ -27,7 +26,7 @@ from data_prep.sources.protocol import (
 )
 from vitscale.config.errors import UserError
 from vitscale.config.text_files import read_cells
-from vitscale.data.folders import folders_in, is_folder, is_hidden
+from vitscale.data.folders import folders_in, is_folder, is_hidden, is_image_name
 from vitscale.data.split_names import SPLIT_OF_NAME, splits_of_folders
 
 # No permission, or a path beyond the system's limit (PATH_MAX, 4,096 bytes on Linux).
@@ -83,8 +82,9 @@ class ImageFolder(Source):
                     f"{str(folder)!r} has no class folders, but {num} image files",
                     where=key_of(split, settings),
                     allowed="one sub-folder of images per class",
-                    next_step="set source.val_labels to a list of their classes, or leave the "
-                    "folder out by source.splits; for shards without labels: labels.values=none",
+                    next_step="make one folder per class there, and put its images inside; or set "
+                    "source.val_labels to a list of their classes, leave the folder out by "
+                    "source.splits, or make shards without labels: labels.values=none",
                 )
             containers.append(Container(path or ".", split))
             for name in names:

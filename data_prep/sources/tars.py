@@ -16,7 +16,6 @@ from typing import BinaryIO
 
 from data_prep.sources.files import (
     file_containers,
-    is_image_name,
     is_tar_name,
     member_path,
     name_reason,
@@ -33,7 +32,7 @@ from data_prep.sources.protocol import (
     printable,
 )
 from vitscale.config.errors import UserError
-from vitscale.data.folders import SYSTEM_FOLDERS
+from vitscale.data.folders import SYSTEM_FOLDERS, is_image_name
 from vitscale.data.tar_members import CompressedTar, Member, TarDefect, members
 from vitscale.data.webdataset import IMAGE_SUFFIXES
 

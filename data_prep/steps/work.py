@@ -34,12 +34,13 @@ from typing import Any
 import pyarrow as pa
 from blake3 import blake3
 
-from data_prep.formats.index_files import training_command
+from data_prep.formats.index_files import next_step
 from data_prep.formats.ledger import describe_inputs
 from data_prep.sources.protocol import ChangedSource, check_is_mounted, source_root
 from data_prep.steps.labels import load_labels
 from vitscale.config.changes import changed_settings, keys_without_effect
 from vitscale.config.errors import (
+    EXIT_INTERRUPTED,
     EXIT_STOPPED_RESUMABLE,
     FailureKind,
     StorageError,
@@ -58,7 +59,7 @@ from vitscale.runs.data_prep import DataPrepRun, SourceSettings
 from vitscale.tracking.journal import item_progress
 
 SETTINGS_NAME, FAILED_NAME = "settings.json", "failed.json"
-FOLDERS = ("claims", "list", "spool", "tars", "tmp")
+FOLDERS = "claims list spool tars tmp".split()
 HEARTBEAT_NAME = "alive"
 HEARTBEAT_S = 5.0
 # A process is dead when its heartbeat is this old by the file system's clock. Nothing else tells:
@@ -253,18 +254,22 @@ def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> N
             work.leave()
 
 
-_stopped = threading.Event()
+# Of a process that a signal has stopped.
+_exit_code = 0
 
 
-def _stop(*_: object) -> None:
-    _stopped.set()
+def _stop(number: int, _: object) -> None:
+    global _exit_code
+    _exit_code = EXIT_STOPPED_RESUMABLE
+    if number == signal.SIGINT:
+        _exit_code = EXIT_INTERRUPTED
     for number in SIGNALS:
         # A second signal must not kill a process that is stopping.
         signal.signal(number, signal.SIG_IGN)
     # Where Python drops the exception below, it would show it as a traceback.
     sys.unraisablehook = lambda _: None
     print("\nstopped by a signal; run the same command again to resume", flush=True)
-    raise SystemExit(EXIT_STOPPED_RESUMABLE)
+    raise SystemExit(_exit_code)
 
 
 def _share(work: WorkFolder, step: Step, workers: Workers) -> None:
@@ -292,8 +297,8 @@ def _share(work: WorkFolder, step: Step, workers: Workers) -> None:
             ):
                 work.raise_failure()
                 # A weak reference's callback, or C, drops what _stop raises.
-                if _stopped.is_set():
-                    raise SystemExit(EXIT_STOPPED_RESUMABLE)
+                if _exit_code:
+                    raise SystemExit(_exit_code)
                 if not is_done:
                     busy.append(unit)
                     continue
@@ -386,7 +391,7 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     """Make the output together with other tasks, or find it made already; print what it holds.
 
     After an interruption the work is kept; an error of the corpus is noted in it for other tasks,
-    and the next command starts over. Raises SystemExit(75) after a stop signal.
+    and the next command starts over. Raises SystemExit after a stop signal: 75, after Ctrl-C 130.
     """
     start = time.monotonic()
     for number in SIGNALS:
@@ -428,7 +433,7 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     print(
         f"  {classes}, {time.monotonic() - start:.1f} s, ledger.parquet names every input"
     )
-    print(f"next: {training_command(work.output, manifest, gpus=num_gpus())}")
+    print(f"next: {next_step(work.output, manifest, gpus=num_gpus())}")
 
 
 def _is_small(source: SourceSettings) -> bool:

@@ -33,7 +33,7 @@ def model_card(
         "tags": ["vitscale", model.arch.name],
     }
     sections = [
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n# {title}",
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n# {title}",
         "\n".join(_facts(model)),
         f"## Load it\n```python\n{_usage(form, model, repository)}\n```",
         *form.notes(model),

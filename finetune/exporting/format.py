@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
@@ -12,9 +13,24 @@ from safetensors.torch import save
 
 from vitscale.distributed.atomic_files import write_bytes, write_json
 from vitscale.evaluation.trained_model import TrainedModel
+from vitscale.models.weights.names import FUSED, Tensors
 from vitscale.models.weights.reading import DESCRIPTION, FORMAT_VERSION
 
-IN_VITSCALE = 'import vitscale\nmodel = vitscale.load_model("FOLDER")'
+PHOTO = 'image = Image.open("PHOTO.jpg").convert("RGB")\n'
+
+
+def in_vitscale(model: TrainedModel) -> str:
+    """Python that loads the folder with vitscale and applies it to a photograph."""
+    apply = 'print(model(model.preprocess(image)[None], output="features"))'
+    if model.num_classes:
+        apply = (
+            "logits = model(model.preprocess(image)[None])\n"
+            "print(model.classes[logits.argmax()], logits.softmax(1).max())"
+        )
+    return (
+        "import vitscale\nfrom PIL import Image\n"
+        f'model = vitscale.load_model("FOLDER")\n{PHOTO}{apply}'
+    )
 
 
 class Format:
@@ -46,7 +62,7 @@ class Format:
         raise NotImplementedError
 
     def usage(self, model: TrainedModel) -> str:
-        """Python that loads the folder `FOLDER`, for the model card."""
+        """Python that applies the folder `FOLDER` to `PHOTO.jpg`, for the model card."""
         raise NotImplementedError
 
 
@@ -79,3 +95,15 @@ def write_description(model: TrainedModel, folder: Path) -> None:
         "independent": model.independent,
     }
     write_json(folder / DESCRIPTION, description)
+
+
+def split(weights: Mapping[str, torch.Tensor]) -> Tensors:
+    """Queries, keys and values as tensors of their own; the inverse of `joined`."""
+    single = dict(weights)
+    for where, parts, fused in FUSED:
+        pattern = re.compile(rf"({where})\.{fused}\.(weight|bias)")
+        for match in filter(None, map(pattern.fullmatch, weights)):
+            chunks = single.pop(match[0]).chunk(len(parts))
+            for part, values in zip(parts, chunks, strict=True):
+                single[f"{match[1]}.{part}.{match[2]}"] = values.contiguous()
+    return single

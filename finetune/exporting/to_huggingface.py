@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from finetune.exporting.format import IN_VITSCALE, Format, save_weights, weights_of
+from finetune.exporting.format import (
+    PHOTO,
+    Format,
+    in_vitscale,
+    save_weights,
+    split,
+    weights_of,
+)
 from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.trained_model import Preprocessing, TrainedModel
 from vitscale.models.settings import ViTSettings
-from vitscale.models.weights.huggingface import to_huggingface
+from vitscale.models.weights.huggingface import FAMILIES, GATED, renamed
+from vitscale.models.weights.names import Tensors
 
 ACTIVATIONS = {"tanh": "gelu_pytorch_tanh", "erf": "gelu"}
 # Model type -> start of its classes' names, and what follows it in the class with a head.
@@ -93,14 +101,17 @@ class HuggingFaceFormat(Format):
 
     def usage(self, model: TrainedModel) -> str:
         kind = _class_name(model)
+        best = "outputs.last_hidden_state"
         if model.num_classes:
             kind = "AutoModelForImageClassification"
+            best = "model.config.id2label[outputs.logits.argmax().item()]"
         more = "".join(f", {key}={value}" for key, value in _options(model).items())
         return (
-            f"from transformers import AutoImageProcessor, {kind}\n"
+            f"from PIL import Image\nfrom transformers import AutoImageProcessor, {kind}\n"
             f'model = {kind}.from_pretrained("FOLDER"{more})\n'
             'processor = AutoImageProcessor.from_pretrained("FOLDER")\n'
-            f"# or\n{IN_VITSCALE}"
+            f'{PHOTO}outputs = model(**processor(image, return_tensors="pt"))\nprint({best})\n'
+            f"# or\n{in_vitscale(model)}"
         )
 
     def notes(self, model: TrainedModel) -> Iterator[str]:
@@ -180,7 +191,7 @@ def _weights(model: TrainedModel) -> dict[str, torch.Tensor]:
     if positions_1LD.shape[1] == arch.num_patches:
         zero_11D = torch.zeros_like(positions_1LD[:, :1])
         weights["pos_embed"] = torch.cat([zero_11D, positions_1LD], dim=1)
-    named = to_huggingface(weights, kind, gated=arch.mlp == "swiglu")
+    named = under_their_names(weights, kind, gated=arch.mlp == "swiglu")
 
     # It is used for masked patches alone, but transformers warns where it is missing.
     if kind.startswith("dinov2"):
@@ -255,3 +266,19 @@ def _preprocessor(pixels: Preprocessing) -> dict[str, Any]:
         # Without it grey and transparent images raise.
         "do_convert_rgb": True,
     }
+
+
+def under_their_names(
+    weights: Mapping[str, torch.Tensor], model_type: str, *, gated: bool = False
+) -> Tensors:
+    """Our tensors under the names that transformers reads; the inverse of `from_huggingface`.
+
+    gated: the MLPs are SwiGLU. Unknown tensors keep their names. Raises KeyError as
+    `from_huggingface`.
+    """
+    prefix, below, beside = FAMILIES[model_type]
+    # The last name counts where two have the same meaning.
+    if gated:
+        below = (*below, *GATED)
+    names = {ours: prefix + theirs for theirs, ours in below}
+    return renamed(split(weights), names | {ours: theirs for theirs, ours in beside})

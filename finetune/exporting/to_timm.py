@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from finetune.exporting.format import IN_VITSCALE, Format, save_weights, weights_of
+from finetune.exporting.format import (
+    PHOTO,
+    Format,
+    in_vitscale,
+    save_weights,
+    weights_of,
+)
 from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.trained_model import Preprocessing, TrainedModel
 from vitscale.models.settings import TimmSettings
@@ -55,11 +61,17 @@ class TimmFormat(Format):
         return logits
 
     def usage(self, model: TrainedModel) -> str:
+        best = "outputs.argmax().item()"
+        if model.classes is not None:
+            best = f'model.pretrained_cfg["label_names"][{best}]'
+        elif not model.num_classes:
+            best = "outputs"
         return (
-            "import timm\n"
+            "import timm\nfrom PIL import Image\n"
             'model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()\n'
             "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))\n"
-            f"# or\n{IN_VITSCALE}"
+            f"{PHOTO}outputs = model(transform(image)[None])\nprint({best})\n"
+            f"# or\n{in_vitscale(model)}"
         )
 
     def notes(self, model: TrainedModel) -> Iterator[str]:

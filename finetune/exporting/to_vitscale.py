@@ -10,13 +10,15 @@ import numpy as np
 import torch
 
 from finetune.exporting.format import (
-    IN_VITSCALE,
     Format,
+    in_vitscale,
     save_weights,
+    split,
     write_description,
 )
 from vitscale.evaluation.trained_model import TrainedModel, open_model
-from vitscale.models.weights.google import to_google
+from vitscale.models.weights.google import NUMBERS, WRITE
+from vitscale.models.weights.names import Tensors, numbered
 
 
 class SafetensorsFormat(Format):
@@ -35,7 +37,7 @@ class SafetensorsFormat(Format):
         return logits
 
     def usage(self, model: TrainedModel) -> str:
-        return IN_VITSCALE
+        return in_vitscale(model)
 
 
 class NpzFormat(SafetensorsFormat):
@@ -76,12 +78,28 @@ class NpzFormat(SafetensorsFormat):
         return 'import numpy\nweights = dict(numpy.load("FOLDER/model.npz"))'
 
 
-def _google(model: TrainedModel) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Tensors under Google's names, and our names of those that have none."""
+def _google(model: TrainedModel) -> tuple[Tensors, list[str]]:
+    """Tensors under Google's names, and our names of those that their code has no module for."""
     arch: Any = model.arch
-    return to_google(
-        model.network.state_dict(),
-        num_heads=arch.num_heads,
-        # It does not add a position to the class token, and has a pooling head (MAP).
-        is_big_vision=not arch.has_class_position or arch.pool == "map",
-    )
+    # It does not add a position to the class token, and has a pooling head (MAP).
+    is_big_vision = not arch.has_class_position or arch.pool == "map"
+    renamed: Tensors = {}
+    unnamed = []
+    for name, tensor in split(model.network.state_dict()).items():
+        # Our representation layer and the head after it are one module.
+        template = name.replace("head.0.", "pre_logits.").replace("head.2.", "head.")
+        template, number = numbered(template)
+        if template not in WRITE:
+            unnamed.append(name)
+            continue
+
+        theirs, layout = WRITE[template]
+        if is_big_vision:
+            theirs = f"params/{theirs}"
+        elif theirs == "pos_embedding":
+            theirs = "Transformer/posembed_input/pos_embedding"
+        elif number:
+            for new, old in NUMBERS:
+                theirs = theirs.replace(f"/{new}/", f"/{old}/")
+        renamed[theirs.format(number)] = layout.write(tensor, arch.num_heads)
+    return renamed, unnamed

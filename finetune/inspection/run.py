@@ -70,7 +70,7 @@ def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:
     skipped = [*dict.fromkeys(subject.skipped)]
     if skipped:
         print(f"skipped {len(skipped)} unreadable images; the first: {skipped[0]}")
-    if run.mlflow and loaded.run is not None:
+    if run.mlflow and loaded.run is not None and written:
         upload(loaded.run.folder, written, say=print)
     return written
 

@@ -19,7 +19,7 @@ from typing import Any
 from launch.chains.load import Chain, ChainStep
 from launch.comparison.report import ABSENT, Table, plain_text
 from launch.jobs.preparation import RUN_TYPES, job_folder, prepare_job, submit_run
-from launch.jobs.processes import EXIT_INTERRUPTED, StopFlag, run_here
+from launch.jobs.processes import StopFlag, run_here
 from launch.jobs.queue import NoAnswerError, jobs_of, submitted_ids, user_jobs
 from launch.jobs.run_states import RESULTS_NAME
 from launch.jobs.submission import require_slurm
@@ -28,13 +28,20 @@ from launch.planning.dry_run import (
     KnownFacts,
     as_table,
     batch_script,
+    check_device,
+    on_this_machine,
     refuse_or_warn,
     run_checks,
     slurm_check,
 )
-from vitscale.checkpoint.folders import MANIFEST, looks_whole, step_folders, step_of
+from vitscale.checkpoint.folders import MANIFEST, step_folders, step_of, whole_manifest
 from vitscale.config.changes import changed_settings
-from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
+from vitscale.config.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED_RESUMABLE,
+    UserError,
+    UserErrors,
+)
 from vitscale.config.loader import load_run_file
 from vitscale.config.redaction import flatten
 from vitscale.config.section import Run
@@ -141,7 +148,7 @@ def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
 def _training_state(step: ChainStep, *, complete: bool) -> StepState:
     """Return the state of a training. complete: all steps that it needs are done."""
     folders = step_folders(step.folder / "checkpoints")
-    newest = next((path for path in folders if looks_whole(path)), None)
+    newest = next((path for path in folders if whole_manifest(path)), None)
     if newest is None:
         return StepState(text="missing")
 
@@ -237,9 +244,8 @@ def _checks(chain: Chain, states: States, num_procs: int | None) -> list[Check]:
 
         run = step.run
         if num_procs is not None:
-            size = {"nodes": 1, "tasks_per_node": num_procs}
-            launch = run.launch.model_copy(update=size)
-            run = run.model_copy(update={"launch": launch})
+            run = on_this_machine(run, num_procs)
+            check_device(run)
         rows += run_checks(run, known=known)
 
     if num_procs is None:

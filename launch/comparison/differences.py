@@ -92,16 +92,6 @@ class MetricLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dependence:
-    """The deciding metric at the end of the runs, over a number that they differ in."""
-
-    key: str
-    metric: str
-    series: dict[str, tuple[tuple[float, Spread], ...]]
-    """Other differing settings -> (number, metric over seeds), in order."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     runs: tuple[ComparedRun, ...]
     params: tuple[tuple[str, tuple[str | None, ...]], ...]
@@ -328,7 +318,7 @@ def finite(points: Iterable[Point]) -> list[float]:
     return [point.value for point in points if math.isfinite(point.value)]
 
 
-# ---- seeds and varied numbers -----------------------------------------------------------------
+# ---- seeds --------------------------------------------------------------------------------------
 
 
 def varied_settings(runs: Sequence[ComparedRun]) -> list[dict[str, str]]:
@@ -411,53 +401,3 @@ def spread(values: Sequence[float]) -> Spread | None:
     if len(values) > 1:
         deviation = statistics.stdev(values)
     return Spread(mean=statistics.fmean(values), deviation=deviation)
-
-
-def dependences(comparison: Comparison) -> list[Dependence]:
-    """Find numbers that vary among runs which otherwise differ in their seeds alone."""
-    line = comparison.deciding
-    if line is None:
-        return []
-    settings = varied_settings(comparison.runs)
-    all_keys = {key for each in settings for key in each}
-    keys = [
-        key for key in sorted(all_keys) if len({each.get(key) for each in settings}) > 1
-    ]
-
-    found = []
-    for key in keys:
-        groups: dict[str, dict[float, list[float]]] = {}
-        for each, point in zip(settings, line.final, strict=True):
-            number = _number(each.get(key))
-            if number is None:
-                continue
-            others = [
-                f"{other}={each[other]}"
-                for other in keys
-                if other != key and other in each
-            ]
-            values = groups.setdefault(", ".join(others), {}).setdefault(number, [])
-            values += finite([point])
-
-        series = {
-            others: tuple(
-                (number, over)
-                for number, values in sorted(values_by_number.items())
-                if (over := spread(values))
-            )
-            for others, values_by_number in groups.items()
-        }
-        # A single point shows no dependence.
-        if any(len(points) > 1 for points in series.values()):
-            found.append(Dependence(key=key, metric=line.key, series=series))
-    return found
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        number = float(text or "")
-    except ValueError:
-        return None
-    if not math.isfinite(number):
-        return None
-    return number

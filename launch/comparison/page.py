@@ -19,9 +19,7 @@ import numpy as np
 
 from launch.comparison.differences import (
     Comparison,
-    Dependence,
     MetricLine,
-    dependences,
 )
 from launch.comparison.report import (
     ABSENT,
@@ -156,10 +154,6 @@ def render(comparison: Comparison, *, say: Say = print) -> str:
         results=results,
         charts=charts,
         constant=constant,
-        dependences=[
-            (each.metric, f"over {each.key}", _dependence(each))
-            for each in dependences(comparison)
-        ],
         tables=others,
         details=(OTHERS_TITLE, COSTS_TITLE),
         best=best,
@@ -206,20 +200,6 @@ def _drawn(y: Any) -> Any:
     lowest = [part[np.argmin(y[part])] for part in parts]
     highest = [part[np.argmax(y[part])] for part in parts]
     return np.unique(lowest + highest)
-
-
-def _dependence(found: Dependence) -> str:
-    series = []
-    for name, points in found.series.items():
-        series.append(
-            {
-                "name": _text(name),
-                "x": [value for value, _ in points],
-                "y": [over.mean for _, over in points],
-                "error": [over.deviation or 0.0 for _, over in points],
-            }
-        )
-    return _figure(series, x_title=_text(found.key), metric=found.metric)
 
 
 def _figure(series: list[dict[str, Any]], *, metric: str, **values: Any) -> str:

@@ -1,12 +1,10 @@
-"""The tables of a comparison, printed as aligned columns, and its CSV and JSON files.
+"""The tables of a comparison, printed as aligned columns, and its JSON file.
 
 Owns: how values read: percent, minutes, few digits. Leaves out: which run is better (`verdict`).
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Sequence
@@ -26,7 +24,6 @@ from launch.comparison.differences import (
 )
 from launch.comparison.runs import ComparedRun
 from vitscale.config.errors import not_written
-from vitscale.config.outside import csv_cell
 from vitscale.config.redaction import printable
 from vitscale.distributed.atomic_files import write_text
 from vitscale.evaluation.metric_texts import format_value, metric_place, shares
@@ -35,7 +32,6 @@ ABSENT = "-"
 MAX_CELL = 60
 # The best value of a row.
 MARK = " *"
-CSV_HEADER = ("run", "metric", "better", "final", "equal", "best")
 # What a run costs, and not how good it is.
 VITALS = ("vitals/", "perf/")
 MINUTES_BELOW_HOURS = 2
@@ -240,19 +236,6 @@ def plain_text(table: Table) -> str:
 
 
 # ---- files ------------------------------------------------------------------------------------
-
-
-def write_csv(comparison: Comparison, path: Path) -> None:
-    """Write one row per run and metric. Raises UserError if the file cannot be written."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_HEADER)
-    for place, run in enumerate(comparison.runs):
-        for line in comparison.metrics:
-            points = (line.final[place], line.equal[place], line.best[place])
-            values = [point.value for point in points]
-            writer.writerow(map(csv_cell, (run.label, line.key, line.better, *values)))
-    write_file(path, text.getvalue())
 
 
 def write_json(comparison: Comparison, path: Path) -> None:

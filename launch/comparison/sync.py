@@ -16,7 +16,7 @@ from pathlib import Path
 from launch.jobs.run_folders import find_runs
 from launch.jobs.run_states import RunState, RunStatus, jobs_for, read_state
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.loader import read_values, shorten
+from vitscale.config.loader import read_values
 from vitscale.config.redaction import printable, redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
 from vitscale.tracking.mlflow_sync import (
@@ -28,10 +28,8 @@ from vitscale.tracking.mlflow_sync import (
 )
 from vitscale.tracking.run_files import check_records
 from vitscale.tracking.settings import (
-    STORE_NAMES,
     absolute_uri,
     default_uri,
-    is_store_name,
 )
 from vitscale.tracking.tracker import Opener, reader_of
 
@@ -74,8 +72,6 @@ def sync(arguments: Sequence[str]) -> None:
     for folder in find_runs(given.runs):
         try:
             starts.append((_start(folder), folder))
-            if given.to == "mlflow":
-                _check_names(folder)
         except UserError as error:
             errors.append(error)
     if errors:
@@ -115,22 +111,6 @@ def _start(folder: Path) -> float:
     if not config.is_file() or not read_values(config):
         raise UserError("is not the configuration of a run", where=str(config))
     return first[0].time
-
-
-def _check_names(folder: Path) -> None:
-    """Raise UserError for names of metrics and tags that MLflow would refuse, all at once."""
-    journal, record = folder / JOURNAL_NAME, read_record(folder)
-    names = {key for row, _ in read_rows(journal) for key in row.metrics}
-    names |= record.tags.keys() if record is not None else set()
-    refused = [shorten(repr(name)) for name in sorted(names) if not is_store_name(name)]
-    if refused:
-        more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
-        raise UserError(
-            f"MLflow takes no metric or tag named {', '.join(refused[:5])}{more}",
-            where=str(journal),
-            allowed=STORE_NAMES,
-            next_step="rename it in the journal, or sync to tensorboard",
-        )
 
 
 def final_status(state: RunStatus, record: RunRecord | None) -> Status:

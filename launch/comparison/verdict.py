@@ -187,19 +187,10 @@ def _steps(comparison: Comparison, line: MetricLine) -> Iterator[str]:
 
 
 def _unranked(comparison: Comparison, line: MetricLine, at: str) -> Iterator[str]:
-    """Yield a sentence for each run without a finite value where runs are compared."""
-    sentences = []
-    for place, (run, point, last) in enumerate(
-        zip(comparison.runs, comparison.decisive(line), line.final, strict=True)
-    ):
-        if place not in comparison.rivals or finite([point]):
-            continue
-        text = f"{run.label} has no finite {line.key}{at}"
-        if last.steps:
-            text += (
-                f"; its last value is {format_point(line.key, last, with_place=True)}"
-            )
-        sentences.append(f"{text}.")
-    yield from sentences[:MAX_SENTENCES]
-    if len(sentences) > MAX_SENTENCES:
-        yield f"So it is with {len(sentences) - MAX_SENTENCES} more runs."
+    """Yield a sentence about the runs without a finite value where runs are compared."""
+    labels = []
+    for place, point in enumerate(comparison.decisive(line)):
+        if place in comparison.rivals and not finite([point]):
+            labels.append(comparison.runs[place].label)
+    if labels:
+        yield f"Not ranked{at}, since they have no finite {line.key}: {_few(labels)}."

@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 from shlex import quote
 
-from launch.jobs.processes import EXIT_INTERRUPTED, LogTail
+from launch.jobs.processes import LogTail
 from launch.jobs.queue import known_jobs
 from launch.jobs.run_folders import newest_log, shown_folder
 from launch.jobs.run_states import ACTIVE, RunState, read_state
 from launch.jobs.status_text import line_of
-from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
+from vitscale.config.errors import EXIT_INTERRUPTED, EXIT_STOPPED_RESUMABLE, UserError
 
 # squeue loads the controller of the whole site.
 FOLLOW_SECONDS = 4.0

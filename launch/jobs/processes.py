@@ -8,6 +8,7 @@ Leaves out: what the ranks run (`StageJob`).
 from __future__ import annotations
 
 import codecs
+import fcntl
 import os
 import shlex
 import signal
@@ -16,13 +17,15 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil  # noqa: F401  # for `descendants`, which may be needed while storage is gone
 
 from launch.jobs.attempts import (
+    Attempt,
     Ending,
     Outcome,
     begin_attempt,
@@ -32,10 +35,13 @@ from launch.jobs.attempts import (
 )
 from launch.jobs.submission import StageJob
 from vitscale.config.errors import (
+    EXIT_CODES,
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
     EXIT_STOPPED_RESUMABLE,
     FailureKind,
     UserError,
+    interrupts_deferred,
 )
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.distributed.events import ATTEMPT_VARIABLE, Failure
@@ -45,27 +51,52 @@ from vitscale.distributed.processes import (
     launcher_variables,
     node_name,
 )
+from vitscale.tracking.mlflow_sync import Status, close_run
 
 POLL_SECONDS = 0.1
 # After one rank failed, the others have this long to end by themselves, and to say why.
 GRACE_SECONDS = 5.0
 LAST_LINES = 40
-EXIT_INTERRUPTED = 130
 # Inside a SLURM job, ranks would otherwise take themselves for its tasks.
 SLURM_PREFIXES = ("SLURM", "SUBMITIT")
 
 
 class StopFlag:
-    """Set by SIGTERM, SIGUSR2 and the end of the terminal. Create it before the ranks start."""
+    """Set by SIGTERM, SIGUSR2, the end of the terminal and, while ranks run, Ctrl-C.
+
+    Create it before the ranks start.
+    """
 
     def __init__(self) -> None:
-        self.is_set = False
-        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
+        self.signal: signal.Signals | None = None
+        """What the ranks are to get; None: they may go on."""
+        self._take(signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+
+    def _take(self, *numbers: signal.Signals) -> None:
+        for number in numbers:
+            # Background jobs of a shell ignore Ctrl-C, and those of nohup SIGHUP.
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._set)
 
+    @contextmanager
+    def interrupts(self) -> Iterator[None]:
+        """Take a first Ctrl-C as a stop inside the block; a second one is a KeyboardInterrupt."""
+        before = signal.getsignal(signal.SIGINT)
+        self._take(signal.SIGINT)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
     def _set(self, number: int, _: object) -> None:
-        self.is_set = True
+        if number == self.signal == signal.SIGINT:
+            # A third one would leave processes running.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            self.signal = signal.SIGINT
+        elif self.signal is None:
+            self.signal = signal.SIGTERM
         for output in (1, 2) if number == signal.SIGHUP else ():
             if stat.S_ISCHR(
                 os.fstat(output).st_mode
@@ -104,90 +135,148 @@ def log_of(rank: int, folder: Path) -> Path:
     return folder / f"rank_{rank}_log.out"
 
 
+@contextmanager
+def one_launcher(job: StageJob) -> Iterator[None]:
+    """Hold the job's folder inside the block, if its processes are ranks of one run.
+
+    Raises UserError, before anything is recorded, where another job has the run folder.
+    """
+    if job.run_folder is None:
+        yield
+        return
+    held = Path(job.run_folder, ".lock")
+    if held.exists():
+        # Of a rank, also of one that no launcher has started. The ranks of this job will lock it.
+        os.close(_locked(held, holder=held.read_text(errors="replace").strip()))
+    descriptor = _locked(Path(job.config).parent)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(path: Path, *, holder: str = "") -> int:
+    """Open and lock a path. Raises UserError where another process has locked it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        what = "another job is training in this run folder"
+        if holder:
+            what += f": {holder}"
+        step = "wait for it or stop it, or choose another name"
+        raise UserError(what, where=str(path.parent), next_step=step) from None
+    except OSError:  # not on this file system: the ranks will find it out
+        pass
+    return descriptor
+
+
 def run_here(
     job: StageJob, *, python: str | None, num_procs: int, stop: StopFlag
 ) -> int:
-    """Run the job to its end and return its exit code. SIGTERM stops it with a checkpoint.
+    """Run the job to its end and return its exit code.
+
+    SIGTERM and a first Ctrl-C stop it with a checkpoint; a second Ctrl-C kills it. No process is
+    left, however this ends.
 
     python: interpreter command; None: this interpreter. Logs are in a folder beside the config.
     num_procs: its ranks; a data preparation is one process, which uses all cores.
-    Ctrl-C ends it at once. No process is left, however this ends.
+    Raises UserError, before anything is recorded, where another job has the run folder.
     """
     num_procs = num_procs if job.run_folder else 1
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
     folder = Path(job.config).parent / name
-    folder.mkdir(mode=0o700)
-    run_folder = job.run_folder or folder
+    run_folder = Path(job.run_folder or folder)
     ranks: list[Rank] = []
-    failed: int | None = None
-    attempt = begin_attempt(
-        run_folder, cluster="local", job_id=name, nodes=[node_name()]
-    )
     outcome = Outcome(
         ending=Ending.FAILED, reason="the launcher ended", exit_code=EXIT_FAILED
     )
-    try:
-        print(f"running {num_procs} process(es); logs in {folder}", flush=True)
-        dropped = launcher_variables()
-        if dropped:
-            print(
-                f"{', '.join(dropped)} of the environment not used: all ranks are here",
-                flush=True,
-            )
-        environment = {
-            each: value
-            for each, value in os.environ.items()
-            if not each.startswith(SLURM_PREFIXES) and each not in dropped
-        }
-        environment |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(num_procs),
-            "LOCAL_WORLD_SIZE": str(num_procs),
-            ATTEMPT_VARIABLE: name,
-            # The configuration is complete; a site file must not change it.
-            SITE_VARIABLE: "",
-        }
-        command = [
-            *(shlex.split(python) if python else [sys.executable]),
-            "-u",
-            *job.arguments,
-        ]
-        for number in range(num_procs):
-            ranks.append(_start(job, command, number, folder, environment))
-        failed = _follow(ranks, log_of(0, folder), stop)
-        if failed is not None:
-            code = ranks[failed].returncode
-            seen = ended_with(f"rank {failed}", code)
-            if code < 0:
-                what = f"rank {failed} was killed ({signal.Signals(-code).name})"
-                kind, node = FailureKind.KILLED, node_name()
-                seen = Failure(kind=kind, what=what, rank=failed, node=node)
-            outcome = failure_outcome(seen, run_folder, attempt=name)
-        elif any(rank.returncode for rank in ranks):
-            reason, code = "stopped by a signal", EXIT_STOPPED_RESUMABLE
-            outcome = Outcome(ending=Ending.STOPPED, reason=reason, exit_code=code)
-        else:
-            outcome = Outcome(ending=Ending.DONE, reason="done", exit_code=0)
-    except KeyboardInterrupt:
-        # A second Ctrl-C would leave processes running.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        reason = "interrupted by Ctrl-C"
-        outcome = Outcome(
-            ending=Ending.STOPPED, reason=reason, exit_code=EXIT_INTERRUPTED
+    with one_launcher(job):
+        folder.mkdir(mode=0o700)
+        attempt = begin_attempt(
+            run_folder, cluster="local", job_id=name, nodes=[node_name()]
         )
-        with suppress(OSError):
-            print("\ninterrupted: ending all processes", file=sys.stderr, flush=True)
-    finally:
-        _kill(ranks)
-        end_attempt(attempt, run_folder, outcome)
-    if outcome.exit_code == EXIT_STOPPED_RESUMABLE:
-        print("stopped; the same command resumes the run", flush=True)
-    elif failed is not None:
-        culprit = failed if outcome.failed_rank is None else outcome.failed_rank
-        report = _report(outcome.reason, culprit, log_of(culprit, folder))
-        print(report, file=sys.stderr, flush=True)
+        with stop.interrupts():
+            try:
+                environment = _environment(name, num_procs)
+                print(f"running {num_procs} process(es); logs in {folder}", flush=True)
+                command = [*(shlex.split(python or "") or [sys.executable]), "-u"]
+                command += job.arguments
+                for number in range(num_procs):
+                    ranks.append(_start(job, command, number, folder, environment))
+                failed = _follow(ranks, log_of(0, folder), stop)
+                outcome = _outcome(ranks, failed, stop, run_folder, name)
+            except KeyboardInterrupt:
+                outcome = Outcome(
+                    ending=Ending.STOPPED,
+                    reason="killed by Ctrl-C",
+                    exit_code=EXIT_INTERRUPTED,
+                )
+            finally:
+                _kill(ranks)
+                ended = end_attempt(attempt, run_folder, outcome)
+        if ended.ending is Ending.STOPPED:
+            text = "stopped; the same command starts the run again"
+            if ended.checkpoint_step:
+                kept = f"{ended.checkpoint_step:,} steps are kept"
+                text = f"stopped: {kept}; the same command resumes the run"
+            print(text, flush=True)
+        elif ended.ending is Ending.FAILED:
+            report = _report(ended, log_of(ended.failed_rank or 0, folder))
+            print(report, file=sys.stderr, flush=True)
+
+        # A rank that was killed could not say it.
+        status: Status = "FAILED" if ended.ending is Ending.FAILED else "KILLED"
+        close_run(run_folder, status, say=print)
     return outcome.exit_code
+
+
+def _environment(attempt: str, num_procs: int) -> dict[str, str]:
+    """The variables that all ranks have, and none of another job."""
+    dropped = launcher_variables()
+    if dropped:
+        print(
+            f"{', '.join(dropped)} of the environment not used: all ranks are here",
+            flush=True,
+        )
+    environment = {
+        each: value
+        for each, value in os.environ.items()
+        if not each.startswith(SLURM_PREFIXES) and each not in dropped
+    }
+    return environment | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(num_procs),
+        "LOCAL_WORLD_SIZE": str(num_procs),
+        ATTEMPT_VARIABLE: attempt,
+        # The configuration is complete; a site file must not change it.
+        SITE_VARIABLE: "",
+    }
+
+
+def _outcome(
+    ranks: Sequence[Rank], failed: int | None, stop: StopFlag, folder: Path, name: str
+) -> Outcome:
+    """How the ranks ended. failed: the first that failed. folder, name: of run and attempt."""
+    if failed is not None:
+        code = ranks[failed].returncode
+        seen = ended_with(f"rank {failed}", code)
+        if code < 0:
+            what = f"rank {failed} was killed ({signal.Signals(-code).name})"
+            seen = Failure(kind=FailureKind.KILLED, what=what)
+        seen = replace(seen, rank=failed, node=node_name())
+        return failure_outcome(seen, folder, attempt=name)
+
+    codes = {rank.returncode for rank in ranks}
+    if codes == {0}:
+        return Outcome(ending=Ending.DONE, reason="done", exit_code=0)
+    # Ranks that were not in their loop yet have nothing to save.
+    reason, code = "stopped by a signal", EXIT_STOPPED_RESUMABLE
+    if stop.signal is signal.SIGINT and EXIT_STOPPED_RESUMABLE not in codes:
+        reason, code = "stopped by Ctrl-C", EXIT_INTERRUPTED
+    return Outcome(ending=Ending.STOPPED, reason=reason, exit_code=code)
 
 
 def _start(
@@ -203,15 +292,16 @@ def _start(
             log.write(f"{job.heading(int(environment['WORLD_SIZE']))}\n".encode())
 
         try:
-            return subprocess.Popen(
-                command,
-                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                # Ctrl-C in a terminal reaches this process alone.
-                start_new_session=True,
-            )
+            with interrupts_deferred():
+                return subprocess.Popen(
+                    command,
+                    env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    # Ctrl-C in a terminal reaches this process alone.
+                    start_new_session=True,
+                )
         except OSError as error:
             what = f"{command[0]!r} cannot be started ({error.strerror})"
             raise UserError(what, where="launch.python") from None
@@ -235,23 +325,22 @@ def _follow(ranks: Sequence[Rank], log: Path, stop: StopFlag) -> int | None:
     tail = LogTail(log)
     failed: int | None = None
     deadline = float("inf")
-    is_forwarded = False
+    forwarded: signal.Signals | None = None
     is_running = True
     while is_running:
         tail.copy()
-        if stop.is_set and not is_forwarded:
-            is_forwarded = True
+        if stop.signal is not None and stop.signal is not forwarded:
+            forwarded = stop.signal
             for rank in ranks:
-                rank.terminate()
+                rank.send_signal(forwarded)
+            if forwarded is signal.SIGINT:
+                print("\nstopping after a checkpoint; Ctrl-C again kills", flush=True)
         codes = [rank.poll() for rank in ranks]
         is_running = None in codes
-        # A rank that does not handle the stop signal yet is killed by it, which is no failure.
-        fine = (
-            None,
-            0,
-            EXIT_STOPPED_RESUMABLE,
-            *((-signal.SIGTERM,) if stop.is_set else ()),
-        )
+        # A rank that is not in its loop yet is ended by the stop signal, which is no failure.
+        fine = {None, 0, EXIT_STOPPED_RESUMABLE}
+        if forwarded is not None:
+            fine |= {-signal.SIGTERM, -signal.SIGINT, EXIT_INTERRUPTED}
         if failed is None:
             failed = next(
                 (number for number, code in enumerate(codes) if code not in fine), None
@@ -270,8 +359,12 @@ def _follow(ranks: Sequence[Rank], log: Path, stop: StopFlag) -> int | None:
     return failed
 
 
-def _report(reason: str, rank: int, log: Path) -> str:
+def _report(ended: Attempt, log: Path) -> str:
     """The cause, and the last log lines of its rank if it is not shown."""
+    rank = ended.failed_rank or 0
+    # Rank 0, whose log is shown, has printed errors of these kinds itself.
+    is_shown = not rank and ended.kind in EXIT_CODES
+    reason = f"failed ({ended.kind})" if is_shown else ended.reason
     lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
     text = f"{reason}; log of rank {rank}: {log}"
     return "\n".join([text, *(f"  {line}" for line in lines if rank)])

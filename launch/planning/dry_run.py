@@ -32,17 +32,19 @@ from launch.jobs.snapshot import folder_name, read_code
 from launch.jobs.status_text import format_size
 from launch.jobs.submission import sbatch_text, submission_environment
 from pretrain.run import PretrainRun
-from vitscale.checkpoint.folders import step_folders
+from vitscale.checkpoint.folders import resolve_weights, step_folders
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import yaml_flow
 from vitscale.config.redaction import redact
-from vitscale.data.index import MANIFEST_NAME, read_split
+from vitscale.data.index import MANIFEST_NAME, read_manifest, read_split
 from vitscale.data.order import check_mixed
 from vitscale.data.remote import location_of
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set, open_val_split
 from vitscale.data.webdataset import check_shares, tars_of_split
+from vitscale.distributed.processes import num_gpus
 from vitscale.engine.settings import BUCKET_ELEMENTS
+from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.models.costs import memory_estimate
 from vitscale.models.registry import MODELS
 from vitscale.objectives.objective import check_objective
@@ -217,7 +219,7 @@ def describe(run: LaunchableRun) -> str:
     values = run.model_dump(mode="json", exclude_defaults=True)
     settings = [f"{key}: {redact(yaml_flow(value))}" for key, value in values.items()]
 
-    rows = list(_rows(run))
+    rows = list(_known_rows(run))
     width = max(len(name) for name, _ in rows)
     plan = [f"{name:<{width}}  {value}" for name, value in rows]
 
@@ -245,6 +247,14 @@ def batch_script(run: LaunchableRun) -> str:
         code=code,
         run_folder=run_folder,
     )
+
+
+def _known_rows(run: LaunchableRun) -> Rows:
+    """The rows of a plan up to the first error, which ends it; the checks find the others."""
+    try:
+        yield from _rows(run)
+    except UserError as error:
+        yield "error", f"{error.where}: {error.what}"
 
 
 def _rows(run: LaunchableRun) -> Rows:
@@ -587,13 +597,66 @@ def run_checks(run: LaunchableRun, *, known: KnownFacts | None = None) -> list[C
     if isinstance(run, EvaluateRun):
         return rows + caught("data", _evaluation_data(run))
 
-    # Weights that a run starts from, or learns from.
-    files = {"init": getattr(run, "init", None)}
-    if teacher := getattr(run.objective, "teacher", None):
-        files["objective.teacher.weights"] = teacher.weights
-    rows += [_weights(key, file) for key, file in files.items() if file]
-
+    rows += [_weights(key, file) for key, file in _files(run).items()]
     return rows + caught("data", _training_checks(run, known))
+
+
+def _files(run: LaunchableRun) -> dict[str, str]:
+    """Weights that a first start reads, by their setting."""
+    files = {"init": getattr(run, "init", None)}
+    if teacher := getattr(getattr(run, "objective", None), "teacher", None):
+        files["objective.teacher.weights"] = teacher.weights
+    return {key: file for key, file in files.items() if file}
+
+
+def check_here(run: LaunchableRun, *, num_procs: int) -> None:
+    """Print warnings, and raise UserErrors for what this machine lacks to start the run now."""
+    check_device(run)
+    if isinstance(run, TrainingRun) and not run.data.is_streamed:
+        read_manifest(run.data.path)
+    _fetch_weights(run)
+    rows = run_checks(on_this_machine(run, num_procs))
+    refuse_or_warn(rows, leave_out={"cores", "micro-batch", "weights"})
+
+
+def on_this_machine(run: LaunchableRun, num_procs: int) -> LaunchableRun:
+    """The run with the launch section of a local start, where shards must be there."""
+    launch = run.launch.model_copy(update={"nodes": 1, "tasks_per_node": num_procs})
+    return run.model_copy(update={"launch": launch})
+
+
+def has_gpu() -> bool:
+    """Whether this machine may have a GPU: NVIDIA's, also in a container and in WSL, or AMD's."""
+    devices = ("nvidiactl", "dxg", "kfd")
+    return num_gpus() > 0 or any(Path("/dev", name).exists() for name in devices)
+
+
+def check_device(run: LaunchableRun) -> None:
+    """Raise UserError for a GPU that is asked for and not here."""
+    group = "engine" if isinstance(run, TrainingRun) else "compute"
+    values = getattr(run, group, None)
+    for key, value in (("device", "cuda"), ("precision", "fp16")):
+        if getattr(values, key, None) == value and not has_gpu():
+            raise UserError(
+                f"{value} needs a GPU, and this machine has none",
+                where=f"{group}.{key}",
+                next_step=f"set {group}.{key}=auto, or start it on another machine",
+            )
+
+
+def _fetch_weights(run: LaunchableRun) -> None:
+    """Fetch the weights that a first start reads. Raises UserError for those that are missing."""
+    # A resume reads its own ones.
+    if isinstance(run, TrainingRun) and step_folders(Path(run.folder, "checkpoints")):
+        return
+    for key, file in _files(run).items():
+        if file.startswith("hf://"):
+            from vitscale.models.weights.hub import fetch  # half a second
+
+            fetch(file, key=key)
+        elif not Path(file).exists():
+            # It raises, and names what is there instead.
+            resolve_weights(file, key=key)
 
 
 def _data_prep_checks(run: DataPrepRun) -> Iterator[Check]:
@@ -607,10 +670,14 @@ def _data_prep_checks(run: DataPrepRun) -> Iterator[Check]:
 
 def _evaluation_data(run: EvaluateRun) -> Iterator[Check]:
     data = run.data
-    # The part of `dev_percent` is cut from the training split.
-    split = data.val_split or data.train_split
-    index = read_split(data.path, split=split, remote_settings=data.remote)
-    yield Check("data", "ok", f"{split}: {index.num_samples:,} samples")
+    splits = [data.val_split]
+    needs = {EVALUATIONS[settings.name].needs for settings in run.evaluate}
+    # Probes learn from the training split, and the part of `dev_percent` is cut from it.
+    if data.val_split is None or needs != {"logits"}:
+        splits.append(data.train_split)
+    for split in filter(None, splits):
+        index = read_split(data.path, split=split, remote_settings=data.remote)
+        yield Check("data", "ok", f"{split}: {index.num_samples:,} samples")
 
 
 def _training_checks(

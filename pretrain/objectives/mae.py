@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from vitscale.config.section import NamedSection
-from vitscale.distributed.random_numbers import stream_key, uniform_rows
+from vitscale.distributed.random_numbers import stream_key
 from vitscale.models import costs
 from vitscale.objectives.objective import Objective
 
@@ -195,8 +195,8 @@ class Mae(Objective):
         """
         import numpy as np
 
-        from vitscale.engine.device_batches import on_device
-        from vitscale.models.patches import random_orders, to_patches
+        from pretrain.objectives.patches import random_orders, to_patches
+        from vitscale.objectives.draws import on_device, uniform_rows
 
         patches_BLP = to_patches(
             engine.normalized(images_B3SS), patch_size=self.patch_size

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitscale.models.patches import take_patches, to_images
+from pretrain.objectives.patches import take_patches, to_images
 from vitscale.models.positions import mae_position_embedding
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import Block, ViT, run_blocks

@@ -123,7 +123,7 @@ class MaskedPatchPrediction(Objective):
     ) -> dict[str, torch.Tensor]:
         """Corrupt the images at these positions."""
         from pretrain.objectives.masked_patches import draw_corruption
-        from vitscale.engine.device_batches import on_device
+        from vitscale.objectives.draws import on_device
 
         # The key is its own, so that the draws do not repeat those of augmentation.
         inputs = draw_corruption(
@@ -136,7 +136,7 @@ class MaskedPatchPrediction(Objective):
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
         from pretrain.objectives.masked_patches import color_loss, colors
-        from vitscale.models.patches import take_patches, to_patches
+        from pretrain.objectives.patches import take_patches, to_patches
 
         assert batch.positions is not None
         inputs = self.corruption(batch.positions, batch.images.device)

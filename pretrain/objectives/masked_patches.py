@@ -18,9 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vitscale.distributed.random_numbers import uniform_rows
-from vitscale.models.patches import random_orders, take_patches, to_images, to_patches
+from pretrain.objectives.patches import (
+    random_orders,
+    take_patches,
+    to_images,
+    to_patches,
+)
 from vitscale.models.vit import ViT
+from vitscale.objectives.draws import uniform_rows
 
 LEVELS = 8  # of each channel: 3 bits
 NUM_COLORS = LEVELS**3

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vitscale.data.samples import EvaluationSamples
+from vitscale.evaluation.samples import EvaluationSamples
 from vitscale.evaluation.sheet import save_figure, sheet
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def draw_predictions(
         return
 
     cells = [
-        [(title, False, None), *(("", False, image) for image in images.cpu())]
+        [(title, False, image) for image in images.cpu()]
         for title, images in images_by_title.items()
     ]
     figure = sheet("What the objective sees and predicts", cells, width=1.35)

@@ -132,24 +132,3 @@ def test_help_imports_nothing_slow():
     assert "visualize" in done.stdout, done.stderr
     slow = {"torch", "mlflow", "pydantic", "yaml", "numpy", "argparse"}
     assert not slow & set(done.stdout.splitlines()[-1].split())
-
-
-@lines("""
-words | follower
-pretr | pretrain
-prepare sh | shards
-completion fi | fish
-finetune finetune/p | finetune/pets_384
-launch --local chains/d | chains/demo
-""")
-def test_bash_completes_words(words, follower):
-    script = f"""
-        vitscale() {{ {sys.executable} -m vitscale.command "$@"; }}
-        eval "$(vitscale completion bash)"
-        COMP_WORDS=(vitscale {words}); COMP_CWORD={len(words.split())}
-        _vitscale; echo "${{COMPREPLY[@]}}"
-    """
-    done = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.stdout.split() == [follower], done.stderr

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,11 +25,8 @@ STAGE_OF = {
 }
 # Of all scripts together; about a second. With torch it would be over a thousand.
 MAX_MODULES = 800
-PAGE = "launch.planning.configuration"  # It lists the settings, and reads none.
 WITH_CONFIG = sorted(
-    m
-    for m in scripts()
-    if "vitscale.config.command_line" in imports_of(m) and m != PAGE
+    m for m in scripts() if "vitscale.config.command_line" in imports_of(m)
 )
 # One process runs all scripts. Heavy imports fail there, so that each script has to try its own.
 RUN_ALL = """
@@ -65,6 +64,23 @@ os._exit(0)  # not with the code of the last script
 """
 
 
+def run_all(folder: Path, commands: dict[str, list[str]]) -> dict[str, Any]:
+    """What RUN_ALL found; the scripts write nothing."""
+    before = sorted(folder.iterdir())
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, json.dumps([HEAVY, commands])],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(folder.iterdir()) == before, "a script wrote files"
+    return found
+
+
 @pytest.fixture(scope="module")
 def started(tmp_path_factory) -> Values:
     """Every script with --help, and those with a configuration with a wrong one."""
@@ -79,24 +95,13 @@ def started(tmp_path_factory) -> Values:
         )
         arguments = [str(module_files()[module]), "--config", f"{stage}.yaml", "lr.=1"]
         commands[f"{module} --config"] = arguments
-    before = sorted(folder.iterdir())
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL, json.dumps([HEAVY, commands])],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(folder.iterdir()) == before, "a script wrote files"
+    found = run_all(folder, commands)
     assert len(found["runs"]) == len(scripts()) + len(WITH_CONFIG)
     return found
 
 
 def test_a_missing_package_is_named():
-    others = {PAGE, "launch.jobs.requeue_decision", "vitscale.command"}
+    others = {"launch.jobs.requeue_decision", "vitscale.command"}
     for script in scripts() - others:
         command = [sys.executable, "-I", "-S", str(module_files()[script])]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -129,9 +134,8 @@ def test_help_is_short_and_names_every_group(started):
         for n, run in shown.items()
         if run["code"] or "usage" not in run["output"].lower()
     ]
-    for (
-        script
-    ) in "pretrain.main finetune.main launch.slurm data_prep.make_shards".split():
+    scripts = "pretrain.main finetune.main launch.slurm data_prep.make_shards"
+    for script in scripts.split():
         output = shown[f"{script} --help"]["output"]
         assert len(output.splitlines()) <= 45 and "\n  launch  " in output, output
 
@@ -147,7 +151,28 @@ def test_configuration_errors_are_reported(started):
     assert not wrong
 
 
-def test_no_script_ends_without_its_error_where_rank_is_set(started):
+def test_a_wrong_path_is_an_error_before_torch_is_imported(tmp_path: Path) -> None:
+    """That of a model, and of an image."""
+    commands = {
+        f"{name} {words}": [str(module_files()[f"finetune.{name}"]), *words.split()]
+        for name, words in (
+            ("predict", "init=lost x"),
+            ("predict", "init=. x"),
+            ("visualize", "init=lost"),
+            ("visualize", "init=. x"),
+            ("export", "init=lost to=timm x"),
+        )
+    }
+    for name, run in run_all(tmp_path, commands)["runs"].items():
+        expected = "no such file or folder: 'x'"
+        if "lost" in name:
+            expected = "init=lost: no such run or checkpoint folder"
+        assert run["code"] == 2 and not run["heavy"] and expected in run["output"], run
+
+
+def test_no_script_ends_without_its_error_where_rank_is_set(
+    started: dict[str, Any],
+) -> None:
     assert len(started["ranks"]) == len(WITH_CONFIG)
     for name, run in started["ranks"].items():
         assert run["code"] == 2 and ".yaml:2: no_such_key" in run["output"], name

@@ -26,9 +26,7 @@ def device() -> str:
 def world(device: str) -> Iterator[World]:
     with (
         mock.patch.dict(os.environ),
-        process_group(
-            device=device, timeout_min=5, num_threads=1
-        ) as joined,  # a literal
+        process_group(device=device, timeout_min=5, num_threads=1) as joined,
     ):
         start_afresh(joined.device)
         yield joined

@@ -174,9 +174,7 @@ def test_a_task_that_sees_one_gpu_uses_it(device, monkeypatch):
     }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    with process_group(
-        device=device, timeout_min=5, num_threads=1
-    ) as world:  # a literal
+    with process_group(device=device, timeout_min=5, num_threads=1) as world:
         for stage in (0, 1, 3):
             loop = EngineLoop(task(world), world, stage=stage)
             losses(loop, 0, 2)

@@ -109,7 +109,7 @@ def test_the_demo_of_a_wheel_learns_and_transfers(tmp_path, monkeypatch):
     assert pretrained >= 0.2
     assert finetuned >= pretrained + 0.05
     assert finetuned >= scratch + 0.05
-    assert f"{finetuned:.2%}" in finished.stdout
+    assert f"{100 * finetuned:.1f} %" in finished.stdout
     assert f"Made in {tmp_path}:" in finished.stdout
     report = (runs / "demo/report.html").read_text()
     assert "demo-finetune" in report

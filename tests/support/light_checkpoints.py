@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from vitscale.checkpoint.folders import (
     Commit,
@@ -21,6 +22,7 @@ from vitscale.checkpoint.folders import (
     only_this_rank,
 )
 from vitscale.config.errors import UserError
+from vitscale.evaluation.main_metric import score_of
 
 LENGTH = 24
 
@@ -47,14 +49,19 @@ def light_save(
     rank: int = 0,
     attempt: str = "light",
     gather: Gather = only_this_rank,
+    score: float | None = None,
 ) -> Commit:
+    """score: of its evaluation; None: it was not evaluated."""
+    progress: dict[str, Any] = {"n": step}
+    if score is not None:
+        progress["score"] = score_of({"val/top1": score})
     save = Save(
         checkpoints=checkpoints,
         step=step,
         attempt=attempt,
         rank=rank,
         keep=keep,
-        progress={"n": step},
+        progress=progress,
         description={"of": "a test"},
     )
     return commit_save(save, [tensor_file(step, rank)], gather=gather)

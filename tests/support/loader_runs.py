@@ -93,7 +93,7 @@ def _digests(batch: Batch) -> list[bytes]:
 
 
 def server_pid() -> int:
-    pid = forkserver._forkserver._forkserver_pid  # private
+    pid = forkserver._forkserver._forkserver_pid
     return pid
 
 

@@ -113,7 +113,7 @@ class Answering(BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self) -> None:
-        self.do_GET()  # of a subclass
+        self.do_GET()
 
     def answer(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)

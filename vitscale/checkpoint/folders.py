@@ -47,6 +47,8 @@ from vitscale.distributed.atomic_files import (
 T = TypeVar("T")
 Listing = Mapping[str, Mapping[str, Any]]
 """Files of a checkpoint: name -> {bytes, blake3}."""
+Score = Mapping[str, Any]
+"""How good a checkpoint is, as `evaluation.main_metric.score_of` makes it; compared by `order`."""
 Gather = Callable[[Any], list[Any]]
 """The values of all ranks, in their order, on every rank. Raises when a rank is gone."""
 MANIFEST = "manifest.json"
@@ -55,7 +57,8 @@ STEP_FOLDER = re.compile(r"step-(\d{8,})")
 REMEDY = "use another checkpoint of the run"
 ALLOWED_MODELS = (
     "a run folder (runs/NAME) or a checkpoint folder of it (checkpoints/step-N), a folder of timm "
-    "or Hugging Face (config.json), a file (.npz, .safetensors, .pth), or hf://OWNER/NAME"
+    "or Hugging Face (config.json), a file (.npz, .safetensors, .pth), timm/NAME, or "
+    "hf://OWNER/NAME"
 )
 
 
@@ -177,13 +180,26 @@ def verify_file(
         raise _damaged("does not match its hash", folder / name)
 
 
-def looks_whole(folder: Path) -> bool:
-    """Whether manifest and sizes agree: the part of verification that reads no tensors."""
+def whole_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest, if sizes agree with it: the part of verification that reads no tensors."""
     try:
-        check_sizes(folder, read_manifest(folder / MANIFEST)["files"])
-        return True
+        manifest = retried(lambda: read_manifest(folder / MANIFEST))
+        check_sizes(folder, manifest["files"])
+        return manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+        return None
+
+
+def best_of(folders: Iterable[Path]) -> tuple[Path, Score] | None:
+    """The whole checkpoint with the best score, and that; of equal ones the earliest."""
+    scored = []
+    for folder in folders:
+        manifest = whole_manifest(folder)
+        if manifest is not None and (score := manifest["progress"].get("score")):
+            scored.append((folder, score))
+    return max(
+        scored, key=lambda each: (each[1]["order"], -step_of(each[0])), default=None
+    )
 
 
 def check_sizes(folder: Path, files: Listing) -> None:
@@ -404,19 +420,20 @@ def _set_aside(folder: Path) -> None:
 
 
 def _prune(save: Save) -> list[str]:
-    """Keep the committed step and the newest valid ones before it; remove older ones.
+    """Keep the committed step, the newest valid ones before it, and the best; remove older ones.
 
     Later steps stay: they are damaged, the run resumed from before them, and training will write
     them again. Counting them would drop the step just committed.
     """
     kept = 1
+    folders = step_folders(save.checkpoints)
+    committed = [each for each in folders if step_of(each) <= save.step]
     try:
-        for folder in step_folders(save.checkpoints):
-            if step_of(folder) >= save.step:
-                continue
-            if kept < save.keep and looks_whole(folder):
+        best = best_of(committed)
+        for folder in committed[1:]:
+            if kept < save.keep and whole_manifest(folder):
                 kept += 1
-            else:
+            elif best is None or folder != best[0]:
                 _set_aside(folder)
         return _remove_leftovers(save)
     except OSError as error:

@@ -37,7 +37,13 @@ from vitscale.checkpoint.folders import (
     commit_save,
     newest_checkpoint,
 )
-from vitscale.config.errors import DivergedError, FailureKind, StorageError, UserError
+from vitscale.config.errors import (
+    DivergedError,
+    FailureKind,
+    FolderTakenError,
+    StorageError,
+    UserError,
+)
 from vitscale.distributed.atomic_files import fsync_folder, retried
 from vitscale.distributed.processes import end_now, node_name
 from vitscale.distributed.world import (
@@ -234,8 +240,8 @@ class CheckpointStore:
 # ---- one job at a time --------------------------------------------------------------------------
 
 
-class FolderTakenError(UserError):
-    """Another job may be writing to the run folder; a later start may succeed."""
+class FolderBusyError(UserError):
+    """Another job of a cluster may be ending in the run folder; a later start may succeed."""
 
     kind = FailureKind.OTHER
 
@@ -341,10 +347,10 @@ def _acquire(path: Path, descriptor: int) -> None:
         # Outside SLURM nobody ends the other job, so that waiting is of no use.
         is_in_use = not job and (locked is False or last != first)
         if is_in_use or time.monotonic() - start > WAIT_S:
+            kind = FolderTakenError if is_in_use else FolderBusyError
             what = "another job is training in this run folder"
             if holder:
                 what += f": {holder}"
-            kind = UserError if is_in_use else FolderTakenError
             step = "wait for it or stop it, or choose another name"
             raise kind(what, where=str(path.parent), next_step=step)
         time.sleep(0.5)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import yaml
+
 from vitscale.config.redaction import flatten, shown_setting
 
 Purpose = Literal["resume", "output", "chain", "evaluation", "result", "table"]
@@ -18,33 +20,33 @@ owe their result to, so that others are repetitions. table: the parameters that 
 Changes = dict[str, tuple[str | None, str | None]]
 """Dotted key -> text before and now, without secrets; None where one side lacks the key."""
 
-OF_RUNS: tuple[Purpose, ...] = ("chain", "result")
-# A key, or a group of keys -> the purposes for which it has no effect. For `resume` all count.
-WITHOUT_EFFECT: dict[str, tuple[Purpose, ...]] = {
-    # The name of a run, where it is, and what is told about it.
-    "name": (*OF_RUNS, "table"),
-    "output": (*OF_RUNS, "output", "table"),
-    "tracking": OF_RUNS,
-    "tracking.tags": ("table",),
-    # Where and how fast a run is made.
-    "launch": (*OF_RUNS, "output"),
-    "checkpoint": OF_RUNS,
-    "compute.batch": OF_RUNS,
-    "compute.num_threads": OF_RUNS,
-    "compute.timeout_min": OF_RUNS,
-    "data.num_workers": OF_RUNS,
-    "data.planned_num_samples": OF_RUNS,
-    "data.remote": OF_RUNS,
-    "engine.max_micro_batch": OF_RUNS,
-    "engine.num_threads": OF_RUNS,
-    "engine.profile_steps": OF_RUNS,
-    "engine.timeout_min": OF_RUNS,
-    # Of a data preparation. The manifest names its source elsewhere.
-    "num_workers": (*OF_RUNS, "output"),
-    "script": ("output",),
-    "source.path": (*OF_RUNS, "output"),
-    # Of an evaluation: what it has found.
-    "results": ("evaluation",),
+# A key, or a group of keys: the purposes for which it has no effect. For `resume` all count. First
+# the name of a run, where it is, and what is told about it; then where and how fast it is made; of
+# a data preparation, whose manifest names its source elsewhere; of an evaluation its results.
+WITHOUT_EFFECT = {
+    key: purposes.split()
+    for key, purposes in yaml.safe_load("""
+name: chain result table
+output: chain result output table
+tracking: chain result
+tracking.tags: table
+launch: chain result output
+checkpoint: chain result
+compute.batch: chain result
+compute.num_threads: chain result
+compute.timeout_min: chain result
+data.num_workers: chain result
+data.planned_num_samples: chain result
+data.remote: chain result
+engine.max_micro_batch: chain result
+engine.num_threads: chain result
+engine.profile_steps: chain result
+engine.timeout_min: chain result
+num_workers: chain result output
+script: output
+source.path: chain result output
+results: evaluation
+""").items()
 }
 
 

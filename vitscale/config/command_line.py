@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -144,14 +145,19 @@ def load_command(
     errors = []
     overrides = []
     plain = []
-    for word in rest:
+    remaining = iter(rest)
+    for word in remaining:
         if word.startswith("-"):
-            name = word.partition("=")[0]
+            name, _, given = word.partition("=")
+            step = did_you_mean(name, known)
+            # Most others are settings in the form of a switch, with the next word as their value.
+            if step is None:
+                step = f"write {name.lstrip('-')}={given or next(remaining, 'VALUE')}"
             error = UserError(
                 f"unknown switch {name}",
                 where=COMMAND_LINE,
                 allowed=", ".join(known),
-                next_step=did_you_mean(name, known),
+                next_step=step,
             )
             errors.append(error)
         elif words_key is None or "=" in word:
@@ -177,6 +183,8 @@ def load_command(
     if arguments.print_config:
         print(run_to_yaml(loaded.run, places=loaded.places), end="")
         raise SystemExit(0)
+    for line in loaded.settled:
+        print(line, file=sys.stderr, flush=True)
     return Command(loaded.run, frozenset(arguments.switches), arguments.config)
 
 

@@ -7,34 +7,36 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 # "Temporary failure, try again" (sysexits.h): stopped by a signal after committing a checkpoint.
 EXIT_STOPPED_RESUMABLE = 75
+# As a shell reports a command that Ctrl-C has ended.
+EXIT_INTERRUPTED = 130
+INTERRUPTED = "\nstopped by Ctrl-C\n"
+# How long a command may take to clean up after Ctrl-C.
+INTERRUPT_S = 10
 # How long the other ranks leave it to the first one to print an error, which all may have: a
 # launcher then ends them.
 FIRST_RANK_S = 5.0
+WORD_ENDS = re.compile("[._]")
 # Errors of storage that often pass. The last ones are of a server that is out of reach; Lustre says
 # ESHUTDOWN to a client that it has evicted.
-PASSING = (
-    errno.EIO,
-    errno.EREMOTEIO,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-    errno.EAGAIN,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.ENOTCONN,
-    errno.ESHUTDOWN,
-    errno.ECONNRESET,
-    errno.EHOSTDOWN,
-    errno.EHOSTUNREACH,
+PASSING = tuple(
+    getattr(errno, name)
+    for name in """
+    EIO EREMOTEIO ESTALE ETIMEDOUT EAGAIN ENOSPC EDQUOT ENOTCONN ESHUTDOWN ECONNRESET EHOSTDOWN
+    EHOSTUNREACH
+    """.split()
 )
 
 
@@ -99,6 +101,10 @@ class UserError(ValueError):
         if self.next_step:
             lines.append(f"  next: {self.next_step}")
         return "\n".join(lines)
+
+
+class FolderTakenError(UserError):
+    """Another job writes to the run folder, so this one records nothing in it."""
 
 
 class DivergedError(UserError):
@@ -213,7 +219,11 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     """The most similar known name, or None when none is similar."""
     from difflib import get_close_matches  # for errors alone
 
-    return next(iter(get_close_matches(name, known, n=1)), None)
+    # Of those with the same words, if there are any: model.heads means num_heads, not head_std.
+    words = {*WORD_ENDS.split(name)}
+    same = [each for each in known if words <= {*WORD_ENDS.split(each)}]
+    cutoff = 0.0 if same else 0.6
+    return next(iter(get_close_matches(name, same or known, n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(
@@ -224,9 +234,37 @@ def did_you_mean(
     return f"did you mean {best}?" if best else otherwise
 
 
+def _interrupt(*_: object) -> None:
+    """Unwind after a first Ctrl-C; end the process after a second one, or when that takes long."""
+    for number in (signal.SIGINT, signal.SIGALRM):
+        signal.signal(number, end_interrupted)
+    signal.alarm(INTERRUPT_S)
+    # A callback of a weak reference, or C, drops what is raised here, and would show it.
+    sys.unraisablehook = lambda _: None
+    raise KeyboardInterrupt
+
+
+def end_interrupted(*_: object) -> NoReturn:
+    """End this process at once."""
+    os.write(2, INTERRUPTED.encode())
+    os._exit(EXIT_INTERRUPTED)
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Keep Ctrl-C for `run_script` of the processes that start in the block: of their first second,
+    in which imports would end with a traceback, too."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def run_script(main: Callable[[], None], *, is_rank: bool = False) -> None:
     """Run a script's `main`; print a `UserError` and exit with the code of its kind.
 
+    Ctrl-C is one line and EXIT_INTERRUPTED; of a job's ranks their launcher prints the line.
     is_rank: whether it is one of the ranks of a job. No process leaves without its error, but ranks
     other than the first wait before they print one that all may have.
     """
@@ -234,6 +272,10 @@ def run_script(main: Callable[[], None], *, is_rank: bool = False) -> None:
 
     guard_terminal()
     try:
+        # Background jobs of a shell ignore it.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, _interrupt)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         main()
     except UserError as error:
         rank = os.environ.get("RANK", "0") if is_rank else "0"
@@ -250,6 +292,13 @@ def run_script(main: Callable[[], None], *, is_rank: bool = False) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(1) from None
         raise
+    except (Exception, KeyboardInterrupt):
+        # Also an error of code that Ctrl-C has cut off, such as an import.
+        if signal.getsignal(signal.SIGINT) is not end_interrupted:
+            raise
+        if not is_rank or "RANK" not in os.environ:
+            print(end=INTERRUPTED, file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 def _report(error: UserError, *, rank: str) -> str:

@@ -14,6 +14,8 @@ import json
 import math
 import os
 import re
+import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
@@ -24,6 +26,7 @@ from pydantic import ValidationError
 
 from vitscale.config.errors import UserError, UserErrors, did_you_mean, nearest
 from vitscale.config.packaged import find_config, similar_configs
+from vitscale.config.redaction import flatten
 from vitscale.config.section import (
     NAME,
     KeyPath,
@@ -47,6 +50,8 @@ SITE_GROUPS = ("launch", "tracking")
 COMMAND_LINE = "command line"
 MAX_FILE_BYTES = 1 << 20
 MISSING: Any = object()
+# Entries of a run card that hold for the file as it is, and not with other data or length.
+OF_FILE = re.compile(r"^(What|Command|Hardware|Expect):.*(\n .*)*\n?", re.MULTILINE)
 
 CONSTANTS = {"": None, "~": None, "null": None, "true": True, "false": False}
 INTEGER = re.compile(r"[-+]?[0-9]+")
@@ -178,8 +183,9 @@ def read_yaml(text: str, *, name: str) -> Source:
         if isinstance(error, yaml.MarkedYAMLError):
             what = " ".join(filter(None, (error.context, error.problem)))
             mark = error.problem_mark or error.context_mark
+        step = "indent with blanks" if r"\t" in what else None
         what = f"not readable as YAML: {what}"
-        raise UserError(what, where=_place(name, mark)) from None
+        raise UserError(what, where=_place(name, mark), next_step=step) from None
     return Source(None if node is None else value_of(node, ()), places)
 
 
@@ -240,7 +246,10 @@ def _read_file(path: str, *, where: str | None) -> Source:
         raise UserError(what, where=where, next_step=step) from None
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
-        raise UserError(what, where=where or name) from None
+        step = None
+        if os.path.exists(os.path.join(path, "config.yaml")):
+            step = f"resume this run by its settings: {shown_path(path)}/config.yaml"
+        raise UserError(what, where=where or name, next_step=step) from None
     except UnicodeDecodeError:
         raise UserError("is not UTF-8 text", where=where or name) from None
     if len(data) > MAX_FILE_BYTES:
@@ -291,24 +300,13 @@ def read_override(text: str) -> Source:
 
 # Keys whose texts are paths, N for a position in a list. In a file, and behind `=` on a command
 # line, no shell has expanded `~`.
-PATH_KEYS = {
-    "output",
-    "init",
-    "images",
-    "images.N",
-    "data.path",
-    "data.mixture.N.path",
-    "data.only_keys",
-    "data.remote.cache_path",
-    "remote.cache_path",
-    "objective.teacher.weights",
-    "stages.N.config",
-    "source.path",
-    "source.val_labels",
-    "source.leave_out",
-    "labels.space",
-    "labels.map",
-}
+PATH_KEYS = frozenset(
+    """
+    output init images images.N data.path data.mixture.N.path data.only_keys
+    data.remote.cache_path remote.cache_path objective.teacher.weights stages.N.config source.path
+    source.val_labels source.leave_out labels.space labels.map
+    """.split()
+)
 
 
 def _with_home(value: Any, key: str = "") -> Any:
@@ -319,8 +317,20 @@ def _with_home(value: Any, key: str = "") -> Any:
     if isinstance(value, list):
         return [_with_home(item, f"{key}.N") for item in value]
     if isinstance(value, str) and key in PATH_KEYS:
-        return os.path.expanduser(value)
+        return full_name(value)
     return value
+
+
+# Keys that exclude each other: the one on the command line replaces the other of a file.
+RIVALS = {"schedule.steps": "schedule.epochs", "schedule.epochs": "schedule.steps"}
+
+
+def full_name(path: str) -> str:
+    """The path with `~` expanded. `timm/NAME`, timm's own name of its weights on the Hub, becomes
+    hf://timm/NAME, unless there is such a path here."""
+    if path.startswith("timm/") and not os.path.exists(path):
+        return f"hf://{path}"
+    return os.path.expanduser(path)
 
 
 # ---- merging ----------------------------------------------------------------------------------
@@ -365,6 +375,8 @@ class Loaded(NamedTuple, Generic[RunT]):
     run: RunT
     places: Mapping[KeyPath, str]
     """Where each value that is no default came from."""
+    settled: Sequence[str] = ()
+    """A line for each value of a file that another one has replaced."""
 
 
 def load_run(
@@ -392,7 +404,9 @@ def load_run(
 
     # The lowest layer has no values; keys that no layer sets are placed at it.
     files = [Source({}, {(): COMMAND_LINE})]
+    words = [*overrides]
     if path is not None:
+        words.insert(0, str(path))
         path = find_config(str(path))
         files = [Source({}, {(): shown_path(path)})]
         try:
@@ -401,6 +415,15 @@ def load_run(
             raise UserErrors([*problems, error]) from None
 
     merged = reduce(merge, [*files, given])
+    settled: list[str] = []
+    for key, rival in RIVALS.items():
+        path_of_rival = tuple(rival.split("."))
+        former = value_at(merged.values, path_of_rival)
+        is_chosen = value_at(given.values, (*key.split("."),)) is not None
+        if is_chosen and former is not None and path_of_rival not in given.places:
+            origin = merged.places[path_of_rival]
+            settled.append(f"{key} replaces {rival}={former} of {origin}")
+            given = merge(read_override(f"{rival}=null"), given)
     try:
         run_type = _choose_type(run_types, merged)
         site = read_site(errors=problems) if with_site else NOTHING
@@ -411,7 +434,17 @@ def load_run(
         tree = tree_of(run_type) if any(path[-1] == NAME for path in names) else None
         merged = reduce(partial(merge, group=tree), layers)
         merged = Source(_with_home(merged.values), merged.places)
-        run = run_type.model_validate({"# card": _card(path)} | merged.values)
+        run = run_type.model_validate(merged.values)
+        # Inputs of the run are read once all that was given is valid.
+        for origin, values in run.implied():
+            merged = _with_implied(merged, values, origin=origin)
+            run = run_type.model_validate(merged.values)
+        card = _card(path)
+        if overrides:
+            # Of this run the file's card knows neither data and length nor the result.
+            stage = vars(run).get("stage", "launch").replace("data_prep", "launch")
+            card = f"Command: vitscale {stage} {shlex.join(words)}\n{OF_FILE.sub('', card)}"
+        run = run.model_copy(update={"card": card.strip()})
         if not problems:
             for key, what in run.problems():
                 where = _where(key.split("."), merged)
@@ -422,7 +455,7 @@ def load_run(
         problems.append(error)
     if problems:
         raise UserErrors(problems)
-    return Loaded(run=run, places=merged.places)
+    return Loaded(run=run, places=merged.places, settled=settled)
 
 
 def load_run_file(run_types: RunTypes[RunT], path: Path | str) -> RunT:
@@ -490,6 +523,19 @@ def _choose_type(run_types: RunTypes[RunT], source: Source) -> type[RunT]:
     raise UserError(what, where=where, allowed=", ".join(by_stage), next_step=step)
 
 
+def _with_implied(given: Source, values: Mapping[str, Any], *, origin: str) -> Source:
+    """Put values below those that were given, and print the new ones in a line."""
+    places: dict[KeyPath, str] = {}
+    shown = [f"{origin}:"]
+    for key, text in flatten(values).items():
+        path = tuple(key.split("."))
+        if value_at(given.values, path, MISSING) is MISSING:
+            places[path] = origin
+            shown.append(f"{key}={text}")
+    print(*shown, file=sys.stderr, flush=True)
+    return merge(Source(values, places), given)
+
+
 def _card(path: Path | str | None) -> str:
     """The comment that a readable file starts with."""
     text = "" if path is None else Path(path).read_text(encoding="utf-8-sig")
@@ -555,20 +601,27 @@ def explain(
             allowed = ", ".join(group["properties"])
             step = _instead(path, node, group, run_type)
         elif value is MISSING:
-            what = f"{'.'.join(path)} is missing"
+            key = ".".join(path)
+            what = f"{key} is missing"
+            if kind == "missing":
+                text = " ".join(node.get("description", "").split())
+                step = f"set {key}=VALUE. {text}"
         elif kind.startswith(LIMIT_ERRORS):
             what = f"{show_value(value)} is not allowed"
             if isinstance(value, str):
-                known = allowed.removeprefix("a list, each item ").split(", ")
+                names = allowed.rpartition("names: ")[2]
+                known = names.removeprefix("a list, each item ").split(", ")
                 step = did_you_mean(value, known)
         elif isinstance(value, list):
             what = f"{show_value(value)} is a list of {len(value)}"
         elif kind.startswith("string") and not isinstance(value, dict | None):
             written = getattr(source.places.get(path), "text", None)
             step = f'put it in quotes: "{written or show_value(value)}"'
+        # A list that is too short without its invalid items is no error of its own.
+        if any(other[: len(path)] == path for other in errors):
+            continue
         where = _where(path, source)
-        new = UserError(what, where=where, allowed=allowed, next_step=step)
-        errors.setdefault(path, new)
+        errors[path] = UserError(what, where=where, allowed=allowed, next_step=step)
     return list(errors.values())
 
 

@@ -19,6 +19,8 @@ IS_WHEEL = INSIDE.is_dir()
 # A checkout, a snapshot (launch/jobs/snapshot.py), or the wheel's folder.
 PROJECT_ROOT = INSIDE if IS_WHEEL else PACKAGE.parent
 CONFIGS = PROJECT_ROOT / "configs"
+# Written by docs/settings_page.py.
+COMPLETED_KEYS = PACKAGE / "config/completed_keys.txt"
 # What jobs run; changes elsewhere in the checkout do not count.
 CODE_FOLDERS = ("configs", "data_prep", "finetune", "launch", "pretrain", "vitscale")
 # In the root of a snapshot, which lies in a run folder that may be inside a checkout.
@@ -53,7 +55,7 @@ def find_config(path: str) -> str:
     return file if os.path.exists(file) else str(PROJECT_ROOT / file)
 
 
-def similar_configs(path: str) -> str | None:
+def similar_configs(path: str) -> str:
     """The next step after an unknown name or path: the names that end like it, or are similar."""
     from difflib import get_close_matches  # for errors alone
 
@@ -62,7 +64,7 @@ def similar_configs(path: str) -> str | None:
     names = names[:5] or get_close_matches(name, config_names(), n=5, cutoff=0.5)
     if names:
         return f"did you mean {', '.join(names)}? `vitscale configs` lists all"
-    return None if path.endswith((".yaml", ".yml")) else "`vitscale configs` lists all"
+    return "`vitscale configs` lists all"
 
 
 class SourceVersion(NamedTuple):
@@ -78,11 +80,9 @@ class SourceVersion(NamedTuple):
         """The commit in 12 characters; if the code differs from it, + and a hash of how."""
         import hashlib
 
-        changes = (
-            f"+{hashlib.sha256(self.patch.encode()).hexdigest()[:8]}"
-            if self.patch
-            else ""
-        )
+        changes = ""
+        if self.patch:
+            changes = f"+{hashlib.sha256(self.patch.encode()).hexdigest()[:8]}"
         return self.commit[:12] + changes
 
 

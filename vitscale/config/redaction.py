@@ -94,14 +94,7 @@ _PRIVATE_KEY = (
 # ---- what others may see ----------------------------------------------------------------------
 
 # Settings of `launch` that others may see: the rest (setup, python, accounts) is the site's own.
-_SIZES = (
-    "nodes",
-    "tasks_per_node",
-    "num_tasks",
-    "gpus_per_node",
-    "cpus_per_task",
-    "mem_gb",
-)
+_SIZES = "nodes tasks_per_node num_tasks gpus_per_node cpus_per_task mem_gb".split()
 # MLflow's limits of a parameter's name.
 _ODD_KEY_CHARS = r"[^\w\-. :/]"
 _MAX_KEY_CHARS = 250
@@ -157,7 +150,7 @@ def _shared(value: Any, key: str) -> Any:
 
 def shared_yaml(config: Mapping[str, Any]) -> str:
     """A configuration as others may see it: no secrets, and of `launch` the sizes alone."""
-    return yaml.safe_dump(_shared(config, ""), sort_keys=False)
+    return yaml.safe_dump(_shared(config, ""), sort_keys=False, allow_unicode=True)
 
 
 def shown_setting(key: str, text: str | None) -> str | None:

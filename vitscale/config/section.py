@@ -106,6 +106,11 @@ class Run(Section):
     )
     """The comment at the top of the file, without its `#`: what the run is, and its sources."""
 
+    def implied(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (origin, values) for keys that nobody has set and that an input of the run settles:
+        its weights say which model they are of, its shards which splits they have."""
+        yield from ()
+
 
 class NamedSection(Section):
     """Settings of one entry of a registry, chosen by `name`. Concrete types narrow `name`."""
@@ -244,6 +249,10 @@ def describe(node: Node | bool) -> str:
         items = node["prefixItems"]
         return f"a list of {len(items)} values, each {describe(items[0])}"
     if node.get("type") == "array":
+        if "oneOf" in node["items"]:
+            names = [*groups_of(node)]
+            text = f"names with commas, or a list such as [{{{NAME}: {names[0]}}}]"
+            return f"{text}; names: {', '.join(names)}"
         return f"a list, each item {describe(node['items'])}"
     if "properties" in node:
         return f"a group with the keys {', '.join(node['properties'])}"

@@ -12,6 +12,17 @@ SYSTEM_FOLDERS = frozenset(
     "__macosx".split("|")
 )
 
+# Files with these names are meant as images, also of formats that are not read: a folder of .jp2
+# is reported as such, and not left out as other files.
+IMAGE_SUFFIXES = tuple(
+    ".jpg .jpeg .jpe .jfif .mpo .png .apng .webp .bmp .gif .tif .tiff .heic .heif .hif .avif .jp2 "
+    ".ppm".split()
+)
+
+
+def is_image_name(name: str) -> bool:
+    return name.lower().endswith(IMAGE_SUFFIXES)
+
 
 def is_hidden(name: str) -> bool:
     """Whether a file or folder of this name is of the system, or begins with a dot."""

@@ -9,7 +9,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -265,8 +265,9 @@ def read_manifest(folder: Location | str) -> Manifest:
         raise UserError(
             what,
             where=str(folder),
-            next_step="correct the path; vitscale prepare shards data/image_folder makes shards of "
-            "images, vitscale prepare index data/index_shards an index of tars",
+            next_step="correct the path, of a run by data.path=SHARDS; vitscale prepare shards "
+            "data/image_folder makes shards of images, vitscale prepare index data/index_shards an "
+            "index of tars",
         ) from None
     except ValidationError as error:
         first = error.errors()[0]
@@ -318,7 +319,7 @@ def read_split(
             f"no split {split!r}",
             where=str(folder),
             allowed=", ".join(sorted(manifest.splits)),
-            next_step=f"set {key}" if key else None,
+            next_step=f"set {key} to one of these" if key else None,
         )
     entry = manifest.splits[split]
     shard_names = [shard.name for shard in entry.shards]
@@ -357,7 +358,7 @@ def read_split(
     shard_of = narrowed(number_of_name)[_numpy(columns["shard"].indices)]
 
     # Training trusts these numbers, so they must agree with each other and with the manifest.
-    shard_bytes = np.array([shard.bytes for shard in entry.shards])
+    shard_bytes: np.ndarray = np.array([shard.bytes for shard in entry.shards])
     counts = np.bincount(shard_of[shard_of >= 0], minlength=len(shards))
     least = 0 if manifest.classes else NO_LABEL
     agrees = (
@@ -546,22 +547,23 @@ def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
     Reads only the row groups that hold them, one after the other.
     """
     rows = np.asarray(samples, np.int64)
-    rows = rows if index.stored is None else index.stored[rows]
-    path = index.index_path
-    keys: list[str] | None = _read(path, lambda: _keys_of_rows(index, rows))
-    if keys is None:
-        what = f"has fewer samples of {index.split!r} than before"
-        raise UserError(what, where=str(path), next_step="make the shards again")
+    if index.stored is not None:
+        rows = index.stored[rows]
+    keys: list[str] = _read(index.index_path, lambda: _keys_of_rows(index, rows))
     return keys
 
 
-def _keys_of_rows(index: SplitIndex, rows: np.ndarray) -> list[str] | None:
-    """rows: of the stored split; None if it has fewer. Raises OSError or ArrowException."""
+def _keys_of_rows(index: SplitIndex, rows: np.ndarray) -> list[str]:
+    """rows: of the stored split. Raises UserError if it has fewer, OSError, ArrowException."""
     keys = np.empty(len(rows), object)
     with _SplitGroups(index.index_path, index.split) as groups:
         group_of = np.searchsorted(groups.ends, rows, side="right")
         if np.any(group_of == len(groups.ends)):
-            return None
+            raise UserError(
+                f"has fewer samples of {index.split!r} than before",
+                where=str(index.index_path),
+                next_step="make the shards again",
+            )
         for group in np.unique(group_of).tolist():
             here = np.flatnonzero(group_of == group)
             first = groups.ends[group - 1] if group else 0
@@ -616,16 +618,12 @@ def sample_names(
 
     samples: (position in `parts`, sample).
     """
-    names = dict(zip(samples, sample_numbers(parts, samples), strict=True))
-    for part in {part for part, _ in samples}:
-        numbers = [number for of, number in samples if of == part]
-        # Whatever has become of the index.
-        with suppress(Exception):
-            keys = sample_keys(parts[part], numbers)
-            names |= {
-                (part, n): repr(key) for n, key in zip(numbers, keys, strict=True)
-            }
-    return [names[sample] for sample in samples]
+    names = sample_numbers(parts, samples)
+    with suppress(Exception):  # whatever has become of the index
+        for row, (part, number) in enumerate(samples):
+            (key,) = sample_keys(parts[part], [number])
+            names[row] = repr(key)
+    return names
 
 
 def sample_numbers(
@@ -633,3 +631,30 @@ def sample_numbers(
 ) -> list[str]:
     """Names of samples without their keys, and so without reading anything."""
     return [f"number {number} of {parts[part].split!r}" for part, number in samples]
+
+
+def held_out_split(data: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What `implied` yields of a group `data` that leaves open which split is evaluated."""
+    if "val_split" in data.model_fields_set or data.dev_percent:
+        return
+    split = only_held_out(
+        data.path, default=data.val_split, train_split=data.train_split
+    )
+    if split is not None:
+        origin = f"{data.path} has one split beside {data.train_split!r}"
+        yield origin, {"data": {"val_split": split}}
+
+
+def only_held_out(path: str, *, default: str, train_split: str = "train") -> str | None:
+    """The one split beside the training's, of shards that have no split `default`.
+
+    None where there are several or none, and where the shards cannot be seen from here.
+    """
+    try:
+        splits = read_manifest(path).splits
+    except UserError:
+        return None
+    others = [name for name in splits if name != train_split]
+    if default in splits or len(others) != 1:
+        return None
+    return others[0]

@@ -32,12 +32,6 @@ def known_space(name: str) -> tuple[str, ...]:
     return tuple(timm_file(file, where="labels.space").read_text().split())
 
 
-def space_of_length(num_classes: int) -> str | None:
-    """The name of the label space with so many classes."""
-    sizes = {len(known_space(name)): name for name in LABEL_SPACES}
-    return sizes.get(num_classes)
-
-
 def timm_file(name: str, *, where: str) -> Path:
     """A file of timm's lists. Raises UserError if the installed timm lacks it."""
     spec = importlib.util.find_spec("timm")

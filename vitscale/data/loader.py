@@ -13,7 +13,7 @@ import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -33,11 +33,9 @@ from vitscale.config.errors import (
     WorkerError,
 )
 from vitscale.data import remote
-from vitscale.data.index import SplitIndex
 from vitscale.data.order import rank_batches
 from vitscale.data.samples import (
     Augmentation,
-    EvaluationSamples,
     Samples,
     StreamedSamples,
     TrainingSamples,
@@ -53,7 +51,7 @@ from vitscale.distributed.fork_server import (
 )
 from vitscale.distributed.processes import process_state
 
-# With this torch, the decoders and all readers of samples.
+# With this torch, the decoders and the readers of training samples.
 IMPORTS = ("vitscale.data.loader",)
 # Batches that each worker prepares ahead.
 PREFETCH = 2
@@ -142,43 +140,6 @@ def training_batches(
     )
 
 
-def evaluation_batches(
-    index: SplitIndex,
-    *,
-    settings: DataSettings,
-    image_size: int,
-    rank: int,
-    world_size: int,
-    micro_batch: int,
-    pin_memory: bool,
-    samples: np.ndarray | None = None,
-) -> Generator[Batch, None, None]:
-    """Every sample once over all ranks, in equally many batches per rank, as ZeRO-3 requires.
-
-    samples: numbers of the samples to take, at least one; None: all.
-    The last batches are padded with samples of weight 0.
-    """
-    chosen = np.arange(index.num_samples) if samples is None else samples
-    stride = world_size * micro_batch
-    num_batches = -(-len(chosen) // stride)
-    shape = (num_batches, world_size, micro_batch)
-    places = np.arange(num_batches * stride).reshape(shape)[:, rank]
-    # Places beyond the end repeat the last sample, with weight 0.
-    positions = chosen[np.minimum(places, len(chosen) - 1)]
-    reader = EvaluationSamples(index, settings=settings, image_size=image_size)
-    with open_batches(
-        reader,
-        positions.tolist(),
-        batch=micro_batch,
-        settings=settings,
-        pin_memory=pin_memory,
-    ) as batches:
-        is_sample = places < len(chosen)
-        for batch, counts, numbers in zip(batches, is_sample, positions, strict=True):
-            weights = torch.from_numpy(counts.astype(np.float32))
-            yield Batch(batch.images, batch.labels, weights, positions=numbers)
-
-
 @contextmanager
 def open_batches(
     samples: Samples,
@@ -210,11 +171,9 @@ def _copied(filled: Filled, *, pinned: bool) -> Batch:
     """Copy a batch out of its slot. From pinned memory copies to the GPU are asynchronous; torch
     rounds it up to a power of two, thrice on a rank: 39 to 67 MB for 256 images of 224 px."""
     slot, numbers, unreadable = filled
-    labels = torch.tensor(numbers)
-    weights = torch.ones(len(numbers))
+    labels = torch.tensor(numbers, pin_memory=pinned)
+    weights = torch.ones(len(numbers), pin_memory=pinned)
     if pinned:
-        labels = labels.pin_memory()
-        weights = weights.pin_memory()
         images = slot.pin_memory()
     else:
         # By numpy: torch's threads would wait for cores that decode; its memory has small pages.
@@ -266,12 +225,13 @@ class _Memory(NamedTuple):
     """Shape of the slots, uint8 [slots, batch, 3, rows, columns]."""
 
     @property
-    def progress_offset(self) -> int:
-        return -(-math.prod(self.slots) // COUNTER_BYTES) * COUNTER_BYTES
+    def slots_offset(self) -> int:
+        """The counters of progress come first, where they are aligned."""
+        return self.num_workers * COUNTER_BYTES
 
     @property
     def num_bytes(self) -> int:
-        return self.progress_offset + self.num_workers * COUNTER_BYTES
+        return self.slots_offset + math.prod(self.slots)
 
     def map(self, descriptor: int) -> tuple[torch.Tensor, np.ndarray]:
         """The slots; and int64 [workers], how many steps of its work each has done.
@@ -280,11 +240,9 @@ class _Memory(NamedTuple):
         to the slot that is being read.
         """
         memory = mmap.mmap(descriptor, self.num_bytes)
-        num_pixels = math.prod(self.slots)
-        slots = torch.frombuffer(memory, dtype=torch.uint8, count=num_pixels).view(
-            self.slots
-        )
-        return slots, np.frombuffer(memory, np.int64, offset=self.progress_offset)
+        pixels = torch.frombuffer(memory, dtype=torch.uint8, offset=self.slots_offset)
+        progress = np.frombuffer(memory, np.int64, count=self.num_workers)
+        return pixels.view(self.slots), progress
 
 
 @contextmanager

@@ -45,9 +45,7 @@ class SampleOrder:
     @cached_property
     def first_samples(self) -> np.ndarray:
         """int64 [shards + 1]: number of the first sample of each shard."""
-        return np.concatenate(
-            [[0], np.cumsum(np.array(self.shard_lengths, dtype=np.int64))]
-        )
+        return np.cumsum([0, *self.shard_lengths])
 
     @cached_property
     def num_samples(self) -> int:
@@ -74,8 +72,8 @@ class SampleOrder:
         if epoch not in self._recent_epochs:
             key = stream_key("shards", self.fingerprint, self.seed, epoch)
             shards = permutation(len(self.shard_lengths), key=key)
-            ends = np.cumsum(np.diff(self.first_samples)[shards])
-            starts = np.concatenate([[0], ends])[:-1][::BLOCK_SHARDS]
+            lengths = np.diff(self.first_samples)[shards]
+            starts = (np.cumsum(lengths) - lengths)[::BLOCK_SHARDS]
             _remember(self._recent_epochs, epoch, (shards, starts))
         return self._recent_epochs[epoch]
 
@@ -179,7 +177,7 @@ def _mixture_block(order: TrainingOrder, block: int) -> tuple[np.ndarray, np.nda
         ends = [
             num_slots * share // MILLION for share in np.cumsum(order.shares).tolist()
         ]
-        return np.diff(np.array([0, *ends], dtype=np.int64))
+        return np.diff([0, *ends])
 
     starts = counts(block * MIXTURE_BLOCK)
     ends = counts((block + 1) * MIXTURE_BLOCK)

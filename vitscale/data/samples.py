@@ -1,7 +1,8 @@
-"""Read, crop and augment single samples; substitute unreadable ones.
+"""Read, crop and augment single samples of training; substitute unreadable ones.
 
 Crop, flip and augmentation of a sample depend on (seed, epoch, sample, view) alone, so the pixels
-are the same for any number of ranks and workers.
+are the same for any number of ranks and workers. Leaves out: the images of evaluations
+(`evaluation.samples`).
 """
 
 from __future__ import annotations
@@ -254,97 +255,3 @@ def augmentation_key(seed: int, draw: Draw, *, purpose: str = "augment") -> int:
     """Key of the random numbers for one view of one sample in one epoch."""
     further = (draw.part, draw.view) if draw.part or draw.view else ()
     return stream_key(purpose, seed, draw.epoch, draw.sample, *further)
-
-
-class EvaluationResize:
-    """Make the model's input of an image as stored: the resize and crop of evaluations."""
-
-    def __init__(self, settings: DataSettings, *, image_size: int) -> None:
-        self.settings = settings
-        self.image_size = image_size
-        self.decoder = crops.DECODERS[crops.resolve_decoder(settings.decoder)]()
-
-    def __call__(
-        self, data: bytes, out: torch.Tensor, *, pixels_HW3: torch.Tensor | None = None
-    ) -> None:
-        """Write the image into `out`, uint8 [3, rows, columns]. Raises OSError or ValueError.
-
-        pixels_HW3: uint8, of an image that is decoded already.
-        """
-        settings = self.settings
-        side = self.image_size
-        if settings.eval_interpolation == "area":
-            if pixels_HW3 is None:
-                pixels_HW3 = self.decoder.whole(data)
-            larger = round(side / settings.eval_crop_fraction)
-            if settings.eval_resize == "squash":
-                resized = (side, side)
-            elif settings.eval_resize.startswith("squash_crop"):
-                resized = (larger, larger)
-            else:
-                height, width, _ = pixels_HW3.shape
-                factor = larger / min(height, width)
-                resized = (round(height * factor), round(width * factor))
-            out.copy_(crops.area_resized(pixels_HW3, resized=resized, size=side))
-            return
-
-        if pixels_HW3 is None:
-            width, height = self.decoder.size(data)
-        else:
-            height, width, _ = pixels_HW3.shape
-        plan = crops.EVALUATION_CROPS[settings.eval_resize]
-        box, resized, (top, left) = plan(
-            width, height, size=side, fraction=settings.eval_crop_fraction
-        )
-        request = crops.CropRequest(
-            box=box,
-            size=resized,
-            interpolation=settings.eval_interpolation or settings.interpolation,
-            antialias=settings.eval_antialias,
-            flip=False,
-        )
-        if pixels_HW3 is None:
-            image = self.decoder.crop(data, request)
-        else:
-            image = crops.crop_and_resize(pixels_HW3, request)
-        out.copy_(image[:, top : top + side, left : left + side])
-
-
-class EvaluationSamples(Samples):
-    """Evaluation samples, by stored position; resized deterministically."""
-
-    def __init__(
-        self,
-        index: SplitIndex,
-        *,
-        settings: DataSettings,
-        image_size: int,
-        strict: bool = True,
-    ) -> None:
-        """strict: an unreadable sample is an error; else its image is black, and it is returned."""
-        self.index = index
-        self.image_size = image_size
-        self.strict = strict
-        self.resize = EvaluationResize(settings, image_size=image_size)
-
-    def prefetch(self, samples: Sequence[int]) -> None:
-        """Fetch the remote shards of a batch, and the two after them, in the background."""
-        numbers = self.index.shard_of[samples]
-        prefetch(self.index.shards[int(numbers.min()) : int(numbers.max()) + 3])
-
-    def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        """Write an image. There is no substitute, which would change the metric."""
-        unreadable = []
-        try:
-            self.resize(self.index.read(sample), out)
-        except UserError:
-            raise
-        except (OSError, ValueError) as error:
-            unreadable.append(unreadable_sample(self.index, sample, error))
-            if self.strict:
-                step = "make the shards again: they have changed since data preparation"
-                raise unreadable_error(
-                    self.index, unreadable[0], next_step=step
-                ) from None
-            out.zero_()
-        return int(self.index.label[sample]), unreadable

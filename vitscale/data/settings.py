@@ -228,11 +228,7 @@ def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
         yield from _unused(data, "eval_antialias", by="data.eval_interpolation=area")
     mixing = data.mixing
     policy = data.augment.randaugment
-    if (
-        mixing is not None
-        and mixing.mixup_alpha is None
-        and mixing.cutmix_alpha is None
-    ):
+    if mixing is not None and not (mixing.mixup_alpha or mixing.cutmix_alpha):
         yield (
             "data.mixing",
             "mixes nothing; set mixup_alpha or cutmix_alpha, or set it to null",

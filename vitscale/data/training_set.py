@@ -157,10 +157,7 @@ def class_names(settings: DataSettings) -> tuple[str, ...]:
 
 
 def open_val_split(
-    settings: DataSettings,
-    *,
-    check_files: bool = True,
-    parts: Sequence[SplitIndex] = (),
+    settings: DataSettings, *, parts: Sequence[SplitIndex] = ()
 ) -> SplitIndex | None:
     """The samples of `data.val_split`, of `only_classes`; None: there is none. Raises UserError.
 
@@ -171,9 +168,8 @@ def open_val_split(
     split = read_split(
         settings.path,
         split=settings.val_split,
-        key="data.val_split (null: none)",
+        key="data.val_split",
         remote_settings=settings.remote,
-        check_files=check_files,
     )
     if settings.only_classes:
         split = _of_classes(split, settings.only_classes)

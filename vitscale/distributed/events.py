@@ -58,7 +58,9 @@ class Failure:
     @property
     def text(self) -> str:
         """Such as `rank 3 on n2 ended with an error: no space left (storage, step 120)`."""
-        when = f", step {self.step}" if self.step is not None else ""
+        when = ""
+        if self.step is not None:
+            when = f", step {self.step}"
         return f"{self.what} ({self.kind}{when})"
 
 

@@ -1,4 +1,4 @@
-"""Share arrays among the processes of this node, and keep a folder there that only this user reads.
+"""Share arrays among the processes of this node.
 
 One rank of a node writes the arrays to memory without a name, which all ranks open through
 `/proc/PID/fd/NUMBER`. Pickling such an array writes the path in this rank, so its workers map it,
@@ -10,44 +10,16 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import stat
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from vitscale.config.errors import UserError, not_written, raise_alike
+from vitscale.config.errors import UserError, raise_alike
 from vitscale.distributed.processes import node_name
 
 T = TypeVar("T")
-
-
-def private_folder() -> Path:
-    """Create `vitscale-UID` in the folder for temporary files, with mode 0700.
-
-    Raises UserError if another user owns it or can write to it, or if it cannot be made.
-    """
-    folder = Path(tempfile.gettempdir()) / f"vitscale-{os.getuid()}"
-    try:
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        status = folder.lstat()
-    except OSError as error:
-        raise not_written(error, f"TMPDIR: {folder}") from None
-    if (
-        not stat.S_ISDIR(status.st_mode)
-        or status.st_uid != os.getuid()
-        or status.st_mode & 0o077
-    ):
-        raise UserError(
-            "is not a folder that only you can use",
-            where=str(folder),
-            next_step="remove it, or set TMPDIR to another folder",
-        )
-    return folder
 
 
 class Column(np.ndarray[Any, Any]):

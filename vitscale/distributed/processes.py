@@ -28,22 +28,17 @@ from vitscale.distributed.atomic_files import open_log
 PORTS = range(20_000, 32_000)
 # What launchers set for each rank, and login shells for all jobs. Where no launcher started this
 # process they belong to another job: its address, or a network that is not here.
-LAUNCHER_VARIABLES = (
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "LOCAL_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_COMM_ID",
-)
+LAUNCHER_VARIABLES = """
+WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE LOCAL_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME
+NCCL_SOCKET_IFNAME NCCL_COMM_ID
+""".split()
 # From a failure, or the end of a script, until the process is gone.
 EXIT_S = 10.0
 # The interpreter's own watch needs no GIL, which a hanging extension may hold.
 LATER_S = 2.0
 STDERR = 2
+# How long imports may take in silence.
+LATE_S = 3.0
 
 _exit_code = EXIT_FAILED
 _deadline: threading.Timer | None = None
@@ -143,11 +138,20 @@ def descendants(pid: int) -> list[int]:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import without searching for garbage, which takes a fifth of the time of torch's imports."""
+    """Import without searching for garbage, which takes a fifth of the time of torch's imports.
+
+    It is said where it takes long, as from a cold disk.
+    """
     gc.disable()
+    text = "loading libraries, which may take a minute"
+    late = threading.Timer(LATE_S, print, [text], {"file": sys.stderr, "flush": True})
+    late.start()
     try:
         yield
     finally:
+        # No thread may be left where a server of workers is forked.
+        late.cancel()
+        late.join()
         # What was imported stays, so no later search needs to look at it.
         gc.freeze()
         gc.enable()

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 Words = TypeVar("Words", int, np.ndarray)
 
@@ -35,19 +35,8 @@ class CounterRandom:
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
         """The next number in [low, high)."""
-        self._state = (self._state + _GOLDEN) & _MASK
+        self._state = (self._state + GOLDEN) & _MASK
         return low + (high - low) * (mix(self._state) >> 11) * 2.0**-53
-
-
-def uniform_rows(positions: np.ndarray, *, num: int, key: int) -> np.ndarray:
-    """Uniform numbers in [0, 1), float64 [B, num]; row i is a function of key and positions[i].
-
-    positions: int64 [B].
-    """
-    starts_B1 = splitmix(
-        np.uint64(key) + positions.astype(np.uint64) * np.uint64(_GOLDEN), 1
-    )
-    return (splitmix(starts_B1[:, 0], num) >> np.uint64(11)) * 2.0**-53
 
 
 def permutation(num: int, *, key: int) -> np.ndarray:
@@ -60,5 +49,5 @@ def permutation(num: int, *, key: int) -> np.ndarray:
 
 def splitmix(start: int | np.ndarray, num: int) -> np.ndarray:
     """The first `num` outputs of SplitMix64 from each start, uint64 [..., num]."""
-    steps = np.arange(1, num + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    steps = np.arange(1, num + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     return mix(np.asarray(start, np.uint64)[..., None] + steps)

@@ -25,7 +25,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from vitscale.config.errors import FailureKind, NodeError, RankError, UserError, on_node
+from vitscale.config.errors import (
+    FailureKind,
+    FolderTakenError,
+    NodeError,
+    RankError,
+    UserError,
+    on_node,
+)
 from vitscale.distributed.events import READ_FAILURE, Failure, record_failure
 from vitscale.distributed.processes import end_now, end_soon, node_name
 from vitscale.distributed.world import HERE, SAVES, World, process_group
@@ -173,6 +180,8 @@ class Watchdog:
     def _fail(self, error: BaseException) -> None:
         """Report that this rank ends by an error. Nothing may wait for other ranks after it."""
         kind, text = kind_and_text(error)
+        if isinstance(error, FolderTakenError):
+            self.folder = None
         if self._store is not None and kind is FailureKind.PEER_LOST:
             self._has_lost = True
             # The thread ends this process when it knows who failed.

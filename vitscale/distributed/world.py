@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from vitscale.config.errors import (
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
     NodeError,
     PeerLostError,
     RankError,
@@ -54,7 +55,7 @@ ODD_RANK = "vitscale/odd rank"
 DEVICE_TYPES = ("cpu", "cuda")
 # The group of the threads that save, see `control_group`.
 SAVES = "saves"
-STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 # Of a planned end: how long ranks may take until all have left. With the seconds that a launcher
 # waits before it kills a rank that was stopped, well below 20 s.
 LEAVE_S = 10.0
@@ -77,9 +78,10 @@ class World:
         return self.rank == 0
 
 
-def _complete_environment() -> None:
-    """Set the variables that the launcher did not, all of them for a plain `python`.
+def _read_environment() -> World:
+    """This rank, whose device is not chosen yet, as the environment names it.
 
+    Sets the variables that the launcher did not, all of them for a plain `python`.
     Raises UserError for variables that name no rank of a job.
     """
     env = os.environ
@@ -98,12 +100,15 @@ def _complete_environment() -> None:
     env.setdefault("LOCAL_RANK", "0")
     # The deepspeed launcher says LOCAL_SIZE, torchrun and submitit LOCAL_WORLD_SIZE.
     env.setdefault("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", "1"))
-    environment_number(
-        "RANK", least=0, most=environment_number("WORLD_SIZE", least=1) - 1
-    )
-    environment_number("LOCAL_RANK", least=0)
-    environment_number("LOCAL_WORLD_SIZE", least=1)
     environment_number("MASTER_PORT", least=0, most=(1 << 16) - 1)
+    world_size = environment_number("WORLD_SIZE", least=1)
+    return World(
+        rank=environment_number("RANK", least=0, most=world_size - 1),
+        world_size=world_size,
+        local_rank=environment_number("LOCAL_RANK", least=0),
+        local_world_size=environment_number("LOCAL_WORLD_SIZE", least=1),
+        device=torch.device("cpu"),
+    )
 
 
 def _be_alone() -> None:
@@ -327,17 +332,9 @@ def process_group(
     Raises UserError for a device that no rank has, NodeError for one that not all have, and
     PeerLostError naming the ranks that did not start.
     """
-    _complete_environment()
+    world = _read_environment()
     # Connects ranks when they first talk: to a few neighbours, not to all others.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    env = os.environ
-    world = World(
-        rank=int(env["RANK"]),
-        world_size=int(env["WORLD_SIZE"]),
-        local_rank=int(env["LOCAL_RANK"]),
-        local_world_size=int(env["LOCAL_WORLD_SIZE"]),
-        device=torch.device("cpu"),
-    )
     _choose_interface(world)
     own_device, store = _join(world, wanted=device)
     world = replace(world, device=own_device)
@@ -414,7 +411,8 @@ def control_group(
 
 
 class PreemptionFlag:
-    """Stop all ranks at the same step after SIGUSR2 (SLURM's warning) or SIGTERM to any of them.
+    """Stop all ranks at the same step after SIGUSR2 (SLURM's warning), SIGTERM or Ctrl-C to any of
+    them. A second Ctrl-C ends its rank at once.
 
     When step S ends, the ranks begin to reduce one byte, in the background; they read it when step
     S + 1 ends. So all read the same at the same step, and none waits for another in between.
@@ -425,24 +423,32 @@ class PreemptionFlag:
 
     def __init__(self) -> None:
         """Collective."""
-        self._received = self._stops = False
+        self._received = self._interrupted = self._stops = False
         self._group = control_group("stop")
         self._flag = torch.zeros(1, dtype=torch.uint8)
         self._work: dist.Work | None = None
 
     def __enter__(self) -> PreemptionFlag:
         self._previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._remember)
+        for number, handler in self._previous.items():
+            # Background jobs of a shell ignore Ctrl-C.
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, self._remember)
         return self
 
     def __exit__(self, *_: object) -> None:
+        stops = self._received or self._stops
         for number, handler in self._previous.items():
-            if self._received or self._stops:
-                handler = signal.SIG_IGN
-            signal.signal(number, handler)
+            if not stops:
+                signal.signal(number, handler)
+            elif number != signal.SIGINT:
+                signal.signal(number, signal.SIG_IGN)
 
-    def _remember(self, *_: object) -> None:
+    def _remember(self, number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            if self._interrupted:
+                end_now(EXIT_INTERRUPTED)
+            self._interrupted = True
         self._received = True
 
     def set_on_any_rank(self) -> bool:
@@ -505,10 +511,3 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total
-
-
-def gather_rows(values_BX: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks [ranks * B, X], in rank order; every rank passes the same shape."""
-    gathered = [torch.empty_like(values_BX) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, values_BX.contiguous())
-    return torch.cat(gathered)

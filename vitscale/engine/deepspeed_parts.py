@@ -124,15 +124,11 @@ class WrappedLayout(Layout):
     def __init__(self, engine: Any, world: World) -> None:
         super().__init__(engine, world)
         self._wrapper = engine.optimizer
+        self.base_optimizer = engine.optimizer.optimizer
         named = engine.module.named_parameters()
         self._names = {id(p): name for name, p in named if p.requires_grad}
         self._unused: frozenset[str] | None = None
         """Names of the parameters that no loss reaches; None before the first micro-batch."""
-
-    @property
-    def base_optimizer(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self._wrapper.optimizer
-        return optimizer
 
     def backward(self, loss: torch.Tensor) -> None:
         """Raises UserError on all ranks, or RankError on one, when the ranks' graphs differ."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 # Of `data.loader`, a package beside this one: anything with its `to` and `keep_for`.
@@ -73,9 +72,3 @@ class Normalization:
         return torch.addcmul(self._shift_3HW, images_B3SS.float(), self._scale_3HW).to(
             dtype
         )
-
-
-def on_device(values: list[Any] | np.ndarray, device: torch.device) -> torch.Tensor:
-    """A tensor of numbers of the host. A GPU gets it without being waited for."""
-    pinned = torch.tensor(values, pin_memory=device.type == "cuda")
-    return pinned.to(device, non_blocking=True)

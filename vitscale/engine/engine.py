@@ -6,8 +6,7 @@ owns, named after the whole tensor, and restores its own parts from wherever the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,7 +77,11 @@ class Engine:
             for name, parameter in parameters.items()
             if not parameter.requires_grad
         }
-        self._frozen_values = _kept_values(initial, self._frozen, world)
+        self._frozen_values: dict[str, torch.Tensor] = {}
+        """In fp32, in the memory of the first rank's CPU; other ranks: none."""
+        if world.is_first:
+            for name in self._frozen:
+                self._frozen_values[name] = initial[name].float().cpu().clone()
 
         # At stage 0 autocast takes fp32 and rounds where it multiplies.
         stage = int(config["zero_optimization"]["stage"])
@@ -88,7 +91,7 @@ class Engine:
             model, optimizer=optimizer, config=config, world=world, dtype=dtype
         )
         _cast_fixed_tables(model)
-        self.base_optimizer: torch.optim.Optimizer = self._layout.base_optimizer
+        self.base_optimizer = self._layout.base_optimizer
 
         # Training starts from the weights as they were before DeepSpeed rounded them.
         self._parts = list(self._layout.parts(trained))
@@ -108,10 +111,11 @@ class Engine:
         # Before the first step: it may be skipped, but a checkpoint needs the states.
         self._create_optimizer_state(0)
         self._is_compiled = compile_input
-        self._normalize = Normalization(mean=mean, std=std, device=world.device)
-        self._normalize_input: Callable[..., torch.Tensor] = self._normalize
+        self.normalized = Normalization(mean=mean, std=std, device=world.device)
+        """Pixels in fp32, whatever the model's precision: for targets made of pixels."""
+        self._normalize_input: Callable[..., torch.Tensor] = self.normalized
         if compile_input:
-            self._normalize_input = torch.compile(self._normalize)
+            self._normalize_input = torch.compile(self.normalized)
 
     def logits(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """Images [B, 3, S, S] on the device, uint8 or mixed float 0..255 -> logits [B, classes]."""
@@ -130,10 +134,6 @@ class Engine:
         """Names of the model's outputs besides that of an objective."""
         names: tuple[str, ...] = self._engine.module.known_outputs
         return names
-
-    def normalized(self, images_B3SS: torch.Tensor) -> torch.Tensor:
-        """Normalised pixels in fp32, whatever the model's precision: for targets made of pixels."""
-        return self._normalize(images_B3SS)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate gradients; DeepSpeed divides by the number of accumulated micro-batches."""
@@ -251,8 +251,7 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """Global norm before clipping, of the last update."""
-        norm = self._layout.norm()
-        return math.nan if norm is None else float(norm)
+        return float(self._layout.norm())
 
     def close(self) -> None:
         """Remove all hooks, so that another engine can be built."""
@@ -373,15 +372,6 @@ class Engine:
                 state[AVERAGE].copy_(weights.detach())
             state["step"] = torch.tensor(float(steps), device=weights.device)
             optimizer.state[weights] = state
-
-
-def _kept_values(
-    initial: Mapping[str, torch.Tensor], names: Iterable[str], world: World
-) -> dict[str, torch.Tensor]:
-    """fp32 copies of these parameters, in the memory of the first rank's CPU; other ranks: none."""
-    if not world.is_first:
-        return {}
-    return {name: initial[name].float().cpu().clone() for name in names}
 
 
 def _start(

@@ -30,10 +30,6 @@ class _Bucket:
     sent: torch.Tensor | None = None
     work: Any = None
 
-    @property
-    def is_full(self) -> bool:
-        return self.num_arrived == len(self.parameters)
-
 
 class GradientSums:
     """The gradients of some parameters, each a view of one flat tensor that autograd adds to.
@@ -113,13 +109,14 @@ class GradientSums:
     def _arrived(self, bucket: _Bucket, parameter: torch.Tensor) -> None:
         bucket.num_arrived += 1
         if self._is_last():
-            self._send(lambda bucket: bucket.is_full)
+            self._send(only_full=True)
 
-    def _send(self, is_ready: Callable[[_Bucket], bool]) -> None:
-        """Send the next buckets in their order, up to the first that is not ready."""
+    def _send(self, *, only_full: bool) -> None:
+        """Send the next buckets in their order: up to the first that is not full, or all."""
         while self._num_sent < len(self._buckets):
             bucket = self._buckets[self._num_sent]
-            if not is_ready(bucket):
+            is_full = bucket.num_arrived == len(bucket.parameters)
+            if only_full and not is_full:
                 return
 
             values = self.values[bucket.start : bucket.stop]
@@ -133,7 +130,7 @@ class GradientSums:
         """End a backward pass; after the last one of an update `values` are the gradients."""
         if self._num_ranks > 1 and self._is_last():
             # Where the loss left out a parameter, no gradient of it arrived.
-            self._send(lambda bucket: True)
+            self._send(only_full=False)
             for bucket in self._buckets:
                 self._receive(bucket)
         elif self._has_copy:
@@ -225,25 +222,21 @@ class UpdateGuard:
         # An infinite cross-entropy has finite gradients. Times 1 changes no bit.
         return loss * torch.where(finite, 1.0, torch.nan)
 
-    def _read_norm(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm, and whether it is bad: not finite, or DeepSpeed's -1 for such a norm."""
-        value = self._norm()
-        if value is None:
-            value = torch.nan
-        norm = torch.as_tensor(value).to(device, torch.float32)
+        norm = torch.as_tensor(self._norm()).to(self._device, torch.float32)
         return norm, ~torch.isfinite(norm) | (norm < 0)
 
     def _step(self, closure: Any = None) -> None:
         assert closure is None
-        devices = {
-            parameter.device
+        has_gradients = any(
+            parameter.grad is not None
             for group in self._optimizer.param_groups
             for parameter in group["params"]
-            if parameter.grad is not None
-        }
-        if not devices:
+        )
+        if not has_gradients:
             return
-        norm, bad = self._read_norm(devices.pop())
+        norm, bad = self._read_norm()
 
         # As torch.nn.utils.clip_grad_norm_ does: the small term keeps a zero norm from dividing.
         shrink = torch.ones_like(norm)
@@ -259,7 +252,7 @@ class UpdateGuard:
     def finish(self) -> None:
         """Count the update, applied or skipped."""
         self._steps += 1
-        _, bad = self._read_norm(self._device)
+        _, bad = self._read_norm()
         counts = self._counts
         counts[0] += bad
         counts[1] = torch.where(bad, counts[1] + 1, 0)
@@ -270,19 +263,19 @@ class UpdateGuard:
         """Read the counts and begin a new longest row; waits for the device."""
         skipped, _, last, micro, longest = self._counts.tolist()
         self._counts[4] = 0
-        if last == NEVER:
-            return Health(
-                skipped=skipped, longest=longest, last_step=None, bad_micro_step=None
-            )
-
-        # The loss that was not finite may have been another rank's.
-        bad_micro_step = micro - (last - 1) * self._accumulation
-        is_own = 0 <= bad_micro_step < self._accumulation
+        last_step = None
+        bad_micro_step = None
+        if last != NEVER:
+            last_step = last
+            # The loss that was not finite may have been another rank's.
+            number = micro - (last - 1) * self._accumulation
+            if 0 <= number < self._accumulation:
+                bad_micro_step = number
         return Health(
             skipped=skipped,
             longest=longest,
-            last_step=last,
-            bad_micro_step=bad_micro_step if is_own else None,
+            last_step=last_step,
+            bad_micro_step=bad_micro_step,
         )
 
     def state(self) -> dict[str, int]:

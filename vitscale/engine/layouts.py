@@ -9,6 +9,7 @@ Shapes are those of the parameters; a flat tensor holds the values of several, o
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,10 +56,7 @@ class Layout(ABC):
         """engine: DeepSpeed's."""
         self._engine = engine
         self._world = world
-
-    @property
-    @abstractmethod
-    def base_optimizer(self) -> torch.optim.Optimizer:
+        self.base_optimizer: torch.optim.Optimizer = engine.optimizer
         """The torch optimiser that updates `updated_tensors`."""
 
     @abstractmethod
@@ -94,7 +92,7 @@ class Layout(ABC):
 
     @abstractmethod
     def norm(self) -> Any:
-        """Global norm of the unclipped gradients of the update; None before the first."""
+        """Global norm of the unclipped gradients of the update; NaN before the first."""
 
     def close(self) -> None:
         """Remove all hooks, so that another engine can be built."""
@@ -106,12 +104,7 @@ class OwnLayout(Layout):
 
     _sums: GradientSums | None
     """None: autograd adds up the gradients, and there is no other rank."""
-    _norm: torch.Tensor | None = None
-
-    @property
-    def base_optimizer(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self._engine.optimizer
-        return optimizer
+    _norm: Any = math.nan
 
     def backward(self, loss: torch.Tensor) -> None:
         self._engine.backward(loss)
@@ -128,7 +121,7 @@ class OwnLayout(Layout):
         if self._sums is not None:
             self._sums.clear()
 
-    def norm(self) -> torch.Tensor | None:
+    def norm(self) -> Any:
         return self._norm
 
     def close(self) -> None:
@@ -226,7 +219,8 @@ class FlatLayout(OwnLayout):
         # Every group is padded, so that all ranks have slices of one size.
         alignment = ALIGNED_ELEMENTS * world.world_size
         sizes = [
-            _rounded_up(sum(p.numel() for p in group), alignment) for group in members
+            alignment * math.ceil(sum(p.numel() for p in group) / alignment)
+            for group in members
         ]
         starts = [0, *accumulate(sizes)][:-1]
         device = world.device
@@ -301,10 +295,6 @@ class FlatLayout(OwnLayout):
         if self._world.world_size > 1:
             dist.all_reduce(square)
         return square.sqrt().float()
-
-
-def _rounded_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 @torch.no_grad()

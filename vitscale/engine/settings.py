@@ -92,7 +92,7 @@ def raw_problems(
     for key, value in raw.items():
         where = f"deepspeed.{key}"
         if key in REFUSED_RAW_KEYS:
-            yield (where, REFUSED_RAW_KEYS[key])
+            yield where, REFUSED_RAW_KEYS[key]
         elif key not in RAW_KEYS:
             close = nearest(key, RAW_KEYS)
             hint = (
@@ -100,7 +100,7 @@ def raw_problems(
                 if close
                 else "see DeepSpeed's configuration page"
             )
-            yield (where, f"DeepSpeed has no such key; {hint}")
+            yield where, f"DeepSpeed has no such key; {hint}"
         elif key in RAW_GROUPS and not isinstance(value, Mapping):
             yield (
                 where,
@@ -115,17 +115,17 @@ def raw_problems(
     sent_as = raw.get("communication_data_type", "fp32")
     if sent_as not in PRECISIONS:
         what = f"{sent_as!r} is no precision; take {', '.join(PRECISIONS)}"
-        yield ("deepspeed.communication_data_type", what)
+        yield "deepspeed.communication_data_type", what
 
 
 def _problems_of_known(name: str, engine: EngineSettings) -> Iterator[tuple[str, str]]:
     """name: a key that DeepSpeed has, or `GROUP.KEY`."""
     if name in REFUSED_RAW_KEYS:
-        yield (f"deepspeed.{name}", REFUSED_RAW_KEYS[name])
+        yield f"deepspeed.{name}", REFUSED_RAW_KEYS[name]
         return
     setting = _setting_that_reads(name, engine)
     if setting is not None:
-        yield (f"deepspeed.{name}", f"has no effect here; remove it, or set {setting}")
+        yield f"deepspeed.{name}", f"has no effect here; remove it, or set {setting}"
 
 
 def _setting_that_reads(name: str, engine: EngineSettings) -> str | None:

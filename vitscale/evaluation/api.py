@@ -17,9 +17,10 @@ from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import Source, explain
 from vitscale.config.section import Run
 from vitscale.data.index import read_split
-from vitscale.data.samples import EvaluationResize, unreadable_error, unreadable_sample
+from vitscale.data.samples import unreadable_error, unreadable_sample
 from vitscale.data.settings import DataSettings, RemoteSettings
 from vitscale.engine.device_batches import Normalization
+from vitscale.evaluation.samples import EvaluationResize
 from vitscale.evaluation.trained_model import Preprocessing, open_model
 from vitscale.images.crops import Decoder
 from vitscale.images.plain import rgb_pixels

@@ -16,7 +16,6 @@ from vitscale.data.label_spaces import (
     LABEL_SPACES,
     SUBSETS,
     known_space,
-    space_of_length,
     timm_file,
 )
 
@@ -143,7 +142,7 @@ def _meanings(
     numbers = _numbers(data)
     if numbers:
         listed: Sequence[str | None] = ()
-        space = space_of_length(len(data))
+        space = _space_of_length(len(data))
         if outputs is not None and len(theirs) == len(data):
             listed = theirs
         elif space is not None:
@@ -153,13 +152,19 @@ def _meanings(
     return list(theirs), list(ours)
 
 
+def _space_of_length(num_classes: int) -> str | None:
+    """The name of the label space with so many classes."""
+    sizes = {len(known_space(name)): name for name in LABEL_SPACES}
+    return sizes.get(num_classes)
+
+
 def _in_order(names: Sequence[str] | None, count: int) -> Sequence[str] | None:
     """The ids of a list of ImageNet that these names are, in its order; None if they are none.
 
     names: None: unknown; then their number tells the release.
     """
     if names is None:
-        space = space_of_length(count)
+        space = _space_of_length(count)
         if space is None:
             return None
         return known_space(space)

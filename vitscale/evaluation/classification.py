@@ -21,6 +21,7 @@ from vitscale.evaluation.evaluation import (
     Subject,
     check_labels,
     columns_on,
+    rows_of_all_ranks,
 )
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Classification(PassEvaluation):
             self._by_head += ((guesses_3B == labels_B) * weights_B).sum(dim=1)
 
     def finish(self) -> dict[str, float]:
-        from vitscale.distributed.world import gather_rows, sum_over_ranks
+        from vitscale.distributed.world import sum_over_ranks
 
         subject = self._subject
         classes = subject.val.classes
@@ -140,7 +141,7 @@ class Classification(PassEvaluation):
             )
         subject.write_table("calibration.csv", rows)
 
-        drawn_N5 = _first(gather_rows(self._drawn_N5)).cpu()
+        drawn_N5 = _first(rows_of_all_ranks(self._drawn_N5)).cpu()
         title = (
             f"{sum(correct):,} of {total:,} images are right; mistakes are red, "
             "the surest first"
@@ -176,7 +177,7 @@ def _draw(path: Path, title: str, rows: Sequence[Any], subject: Subject) -> None
     """Draw images with the predicted class and its probability, of mistakes with the true class."""
     import torch
 
-    from vitscale.data.samples import EvaluationSamples
+    from vitscale.evaluation.samples import EvaluationSamples
     from vitscale.evaluation.sheet import (
         SHOWN_PX,
         caption,
@@ -201,16 +202,21 @@ def _draw(path: Path, title: str, rows: Sequence[Any], subject: Subject) -> None
             texts.append(f"is: {subject.val.classes[int(label)]}")
         text = "\n".join(caption(each, width=28, num_lines=2) for each in texts)
         cells.append((text, guess != label, image))
-    starts = range(0, len(cells), SHEET_COLUMNS)
-    table = [cells[start : start + SHEET_COLUMNS] for start in starts]
+    table = [
+        cells[start : start + SHEET_COLUMNS]
+        for start in range(0, len(cells), SHEET_COLUMNS)
+    ]
     save_figure(sheet(title, table, width=1.8), path)
 
 
 def read_per_class(path: Path) -> dict[str, float]:
     """Class -> share of its images that are right. Raises ValueError, KeyError or csv.Error."""
     with open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    shares = {str(row["class"]): float(row["top1"]) for row in rows if row["top1"]}
+        shares = {
+            row["class"]: float(row["top1"])
+            for row in csv.DictReader(file)
+            if row["top1"]
+        }
     if not all(map(math.isfinite, shares.values())):
         raise ValueError("a share is not finite")
     return shares

@@ -24,11 +24,13 @@ from vitscale.config.section import NamedSection
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.atomic_files import make_folders, write_text
 from vitscale.evaluation.classes import ClassMap, column_of_each_class
+from vitscale.tracking.journal import item_progress
 
 if TYPE_CHECKING:
     import torch
 
     from vitscale.data.index import SplitIndex
+    from vitscale.distributed.world import World
     from vitscale.engine.engine import Engine
     from vitscale.evaluation.trained_model import InferenceModel
 
@@ -115,23 +117,27 @@ class Features:
         self,
         scores: Callable[[torch.Tensor], torch.Tensor],
         *,
-        device: torch.device,
+        world: World,
         size: int = 4096,
     ) -> torch.Tensor:
         """Count this rank's rows that each of H classifiers predicts right: int64 [H].
 
-        scores: at most `size` values [B, D] on `device` -> [B, H, classes].
+        scores: at most `size` values [B, D] on the device -> [B, H, classes].
         """
         import torch
 
         # The scores of all rows and classifiers at once would not fit into memory.
         correct = []
-        for values_BD, labels_B in zip(
-            self.values_ND.split(size), self.labels_N.split(size), strict=True
-        ):
-            # Equal scores have the same winner everywhere: the first class.
-            guesses_BH = scores(values_BD.to(device)).argmax(dim=2)
-            correct.append((guesses_BH == labels_B.to(device)[:, None]).sum(dim=0))
+        device = world.device
+        total = len(self.labels_N)
+        with item_progress("classify", total=total, is_shown=world.is_first) as advance:
+            for values_BD, labels_B in zip(
+                self.values_ND.split(size), self.labels_N.split(size), strict=True
+            ):
+                # Equal scores have the same winner everywhere: the first class.
+                guesses_BH = scores(values_BD.to(device)).argmax(dim=2)
+                correct.append((guesses_BH == labels_B.to(device)[:, None]).sum(dim=0))
+                advance(len(labels_B))
         return torch.stack(correct).sum(dim=0)
 
 
@@ -197,7 +203,7 @@ class Subject:
         """
         import torch
 
-        from vitscale.data.loader import evaluation_batches
+        from vitscale.evaluation.samples import evaluation_batches
 
         model = self.model
         # Classification reports each head; the mean alone would hide a head that learns nothing.
@@ -212,8 +218,12 @@ class Subject:
             pin_memory=model.world.device.type == "cuda",
             samples=samples,
         )
+        total = index.num_samples if samples is None else len(samples)
+        progress = item_progress(
+            f"evaluate {index.split}", total=total, is_shown=model.world.is_first
+        )
         # Closed on errors too: exit would wait for workers that are left.
-        with closing(batches), torch.no_grad():
+        with closing(batches), torch.no_grad(), progress as advance:
             for cpu_batch in batches:
                 assert cpu_batch.positions is not None
                 batch = cpu_batch.to(model.world.device)
@@ -232,6 +242,7 @@ class Subject:
                     samples_B=cpu_batch.positions,
                     heads_2BC=heads_2BC,
                 )
+                advance(self.micro_batch * model.world.world_size)
 
     @property
     def num_train(self) -> int:
@@ -517,3 +528,13 @@ def columns_on(subject: Subject, columns: Sequence[int]) -> torch.Tensor:
     import torch
 
     return torch.tensor(columns, device=subject.model.world.device)
+
+
+def rows_of_all_ranks(rows_NX: torch.Tensor) -> torch.Tensor:
+    """The rows of every rank, in rank order. Collective; all ranks have equally many."""
+    import torch
+    import torch.distributed as dist
+
+    shares = [torch.empty_like(rows_NX) for _ in range(dist.get_world_size())]
+    dist.all_gather(shares, rows_NX)
+    return torch.cat(shares)

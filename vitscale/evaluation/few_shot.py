@@ -50,7 +50,8 @@ class FewShot(Probe):
         from vitscale.distributed.world import sum_over_ranks
 
         settings = self.settings
-        device = subject.model.world.device
+        world = subject.model.world
+        device = world.device
         output: Output = "features"
         if "representation" in subject.model.known_outputs:
             output = "representation"
@@ -76,7 +77,7 @@ class FewShot(Probe):
                     num_classes=len(subject.val.classes),
                     l2=settings.l2,
                 )
-                correct[row, draw] = val.num_correct(scores, device=device)
+                correct[row, draw] = val.num_correct(scores, world=world)
 
         # A single draw is one share of images, which has an interval; several have a deviation.
         metrics: dict[str, float] = {}

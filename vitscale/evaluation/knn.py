@@ -71,7 +71,7 @@ class Knn(Probe):
 
         # Small parts, since the similarities to the whole bank are in memory at once.
         val = subject.features("val")
-        correct = val.num_correct(votes, device=device, size=256)
+        correct = val.num_correct(votes, world=subject.model.world, size=256)
         shares = [
             Share(count, subject.val.num_samples)
             for count in sum_over_ranks(correct).tolist()

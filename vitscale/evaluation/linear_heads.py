@@ -21,9 +21,12 @@ from pydantic import Field
 from vitscale.config.errors import UserError
 from vitscale.distributed.random_numbers import permutation, stream_key
 from vitscale.evaluation.evaluation import Features, Probe, SettingsBase, Share, Subject
+from vitscale.tracking.journal import item_progress
 
 if TYPE_CHECKING:
     import torch
+
+    from vitscale.distributed.world import World
 
 # DINOv2: 1, 2 and 5 of every decade.
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
@@ -60,6 +63,8 @@ class LinearHeads(Probe):
     """Features stay sharded over ranks; only gradients of the heads travel."""
 
     Settings = LinearHeadsSettings
+    best_CD1: torch.Tensor | None = None
+    """The best head of features, the bias in its last column; None before, and of blocks."""
 
     def check(self, subject: Subject) -> str:
         if self.settings.inputs not in subject.model.known_outputs:
@@ -83,7 +88,7 @@ class LinearHeads(Probe):
         from vitscale.distributed.world import sum_over_ranks
 
         settings = self.settings
-        device = subject.model.world.device
+        world = subject.model.world
         output = settings.inputs
         train = subject.features("train", output=output)
         val = subject.features("val", output=output)
@@ -91,7 +96,7 @@ class LinearHeads(Probe):
             subject.num_train, settings.dev_fraction, seed=settings.seed
         )
 
-        heads = []  # dev and validation top-1 and rate of each head
+        heads = []  # dev and validation top-1, rate and weights of each head
         for columns in column_choices(train.values_ND.shape[1], output):
             train_part = replace(train, values_ND=train.values_ND[:, columns])
             val_part = replace(val, values_ND=val.values_ND[:, columns])
@@ -100,19 +105,23 @@ class LinearHeads(Probe):
                 settings,
                 chosen=fit,
                 num_classes=len(subject.val.classes),
-                device=device,
+                world=world,
             )
 
             # Every rank scores the rows that it holds.
             score = partial(logits, weights_HCD)
             dev_part = train_part.rows(np.isin(train_part.samples, dev))
-            on_dev_H = dev_part.num_correct(score, device=device)
-            on_val_H = val_part.num_correct(score, device=device)
+            on_dev_H = dev_part.num_correct(score, world=world)
+            on_val_H = val_part.num_correct(score, world=world)
             correct_2H = sum_over_ranks(torch.stack([on_dev_H, on_val_H])).tolist()
-            heads += list(zip(*correct_2H, settings.learning_rates, strict=True))
+            heads += list(
+                zip(*correct_2H, settings.learning_rates, weights_HCD, strict=True)
+            )
 
         # Chosen on the dev part, since the best of many on the reported split is too good.
-        on_dev, on_val, rate = max(heads, key=lambda head: head[0])
+        on_dev, on_val, rate, best_CD1 = max(heads, key=lambda head: head[0])
+        if output == "features":
+            self.best_CD1 = best_CD1
         ends = (min(settings.learning_rates), max(settings.learning_rates))
         return {
             "linear_top1": Share(on_val, subject.val.num_samples),
@@ -160,7 +169,7 @@ def train_heads(
     *,
     chosen: np.ndarray,
     num_classes: int,
-    device: torch.device,
+    world: World,
 ) -> torch.Tensor:
     """Minimise each head's mean cross-entropy over the samples `chosen`. Collective.
 
@@ -174,6 +183,7 @@ def train_heads(
 
     from vitscale.distributed.world import sum_over_ranks
 
+    device = world.device
     batch = min(settings.batch, len(chosen))
     values_ND = features.values_ND.to(device)
     labels_N = features.labels_N.to(device)
@@ -195,18 +205,25 @@ def train_heads(
 
     momentum_HCD = torch.zeros_like(weights_HCD)
     batches = epoch_batches(len(chosen), batch=batch, seed=settings.seed)
-    for step, drawn in zip(range(settings.steps), batches, strict=False):
-        rows = row_of[chosen[drawn]]
-        rows = torch.from_numpy(rows[rows >= 0]).to(device)
-        # A rank that holds none of the batch adds zeros: all must take part in the sum.
-        gradient_HCD = _gradient(
-            weights_HCD, values_ND[rows], labels_N[rows], batch=batch
-        )
-        momentum_HCD.mul_(MOMENTUM).add_(sum_over_ranks(gradient_HCD))
+    with item_progress(
+        "train linear heads",
+        total=settings.steps,
+        unit="steps",
+        is_shown=world.is_first,
+    ) as advance:
+        for step, drawn in zip(range(settings.steps), batches, strict=False):
+            rows = row_of[chosen[drawn]]
+            rows = torch.from_numpy(rows[rows >= 0]).to(device)
+            # A rank that holds none of the batch adds zeros: all must take part in the sum.
+            gradient_HCD = _gradient(
+                weights_HCD, values_ND[rows], labels_N[rows], batch=batch
+            )
+            momentum_HCD.mul_(MOMENTUM).add_(sum_over_ranks(gradient_HCD))
 
-        # Cosine to zero over all steps.
-        factor_H = rates_H * (0.5 * (1 + math.cos(math.pi * step / settings.steps)))
-        weights_HCD -= factor_H[:, None, None] * momentum_HCD
+            # Cosine to zero over all steps.
+            factor_H = rates_H * (0.5 * (1 + math.cos(math.pi * step / settings.steps)))
+            weights_HCD -= factor_H[:, None, None] * momentum_HCD
+            advance(1)
     return weights_HCD
 
 

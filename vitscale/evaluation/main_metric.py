@@ -5,6 +5,10 @@ Needs no torch.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 # Which direction is better, by the suffix of a metric's name.
 BETTER = {
     "loss": "lower",
@@ -24,6 +28,7 @@ PREFERRED = (
     "val/class_mean_top1",
     "val/loss",
 )
+AVERAGE = "val/ema_"
 
 
 def direction(key: str) -> str | None:
@@ -38,3 +43,22 @@ def preference(key: str) -> tuple[int, bool, str]:
     if key in PREFERRED:
         place = PREFERRED.index(key)
     return place, direction(key) != "higher", key
+
+
+def score_of(metrics: Mapping[str, float]) -> dict[str, Any] | None:
+    """The main metric of an evaluation, as JSON; None where none is finite and has a direction.
+
+    With averaged weights, which all commands take, it is theirs. Of two scores that with the larger
+    `order` is better: by the preferred metric, then by its value.
+    """
+    known = [key for key in metrics if direction(key) and math.isfinite(metrics[key])]
+    averaged = [key for key in known if key.startswith(AVERAGE)]
+    # By the name that the weights' own metric has.
+    names = {key.replace(AVERAGE, "val/"): key for key in averaged or known}
+    if not names:
+        return None
+    name = min(names, key=preference)
+    place, is_lower, _ = preference(name)
+    value = float(metrics[names[name]])
+    gain = -value if is_lower else value
+    return dict(metric=names[name], value=value, order=[-place, name, gain])

@@ -40,8 +40,8 @@ NUM_IMAGES = re.compile(r", ([\d,]+) images")
 
 def metric_place(key: str) -> tuple[int, bool, str]:
     """Sort key of a metric: what is asked first, then other results, then the rest."""
-    places = (place for place, known in enumerate(TITLES) if known == key)
-    return next(places, len(TITLES)), not key.startswith("val/"), key
+    order = [*TITLES, key]
+    return order.index(key), not key.startswith("val/"), key
 
 
 def format_value(key: str, value: float) -> str:

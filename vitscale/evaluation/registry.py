@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vitscale.config.section import choice_of
+from vitscale.config.section import NAME, choice_of
 from vitscale.evaluation.classification import Classification
 from vitscale.evaluation.confusion import Confusion
 from vitscale.evaluation.evaluation import (
@@ -39,6 +40,25 @@ if TYPE_CHECKING:
     EvaluationSettings = SettingsBase
 else:
     EvaluationSettings = choice_of(EVALUATIONS)
+
+
+def groups_of_names(value: Any) -> Any:
+    """Turn names of evaluations, as in evaluate=knn,few_shot, into groups; keep all else."""
+    if isinstance(value, str):
+        value = value.split(",")
+    if not isinstance(value, list):
+        return value
+    return [{NAME: item.strip()} if isinstance(item, str) else item for item in value]
+
+
+def listed_twice(evaluations: Sequence[SettingsBase]) -> Iterator[tuple[str, str]]:
+    """Yield a problem for each evaluation whose metrics would replace those of another one."""
+    counts = Counter(settings.name for settings in evaluations)
+    for name in sorted(name for name, count in counts.items() if count > 1):
+        yield (
+            "evaluate",
+            f"{name} is listed twice; its metrics would have the same names",
+        )
 
 
 class ScheduledEvaluations:

@@ -20,8 +20,8 @@ SHOWN_PX = 180
 # Inches of a line of a caption, and of the title.
 LINE = 0.16
 TITLE = 0.4
-Cell = tuple[str, bool, "torch.Tensor | None"]
-"""A caption, whether it is red, and a uint8 image [3, S, S]; None: the caption alone."""
+Cell = tuple[str, bool, "torch.Tensor"]
+"""A caption, whether it is red, and a uint8 image [3, S, S]."""
 
 
 def sheet(title: str, rows: Sequence[Sequence[Cell]], *, width: float) -> Figure:
@@ -44,11 +44,6 @@ def sheet(title: str, rows: Sequence[Sequence[Cell]], *, width: float) -> Figure
         for column, (text, is_red, image) in enumerate(cells):
             axes = figure.add_subplot(grid[row, column])
             axes.set_axis_off()
-            if image is None:
-                axes.text(
-                    1, 0.5, text, ha="right", va="center", fontsize=9, parse_math=False
-                )
-                continue
             axes.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
             color = "#c0392b" if is_red else "black"
             axes.set_title(text, fontsize=8, color=color, parse_math=False, pad=3)

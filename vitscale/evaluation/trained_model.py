@@ -19,11 +19,13 @@ from vitscale.checkpoint.folders import (
     ALLOWED_MODELS,
     MANIFEST,
     Checkpoint,
+    best_of,
     resolve_weights,
+    step_folders,
 )
 from vitscale.checkpoint.store import read_tensors
 from vitscale.config.errors import UserError
-from vitscale.config.loader import read_yaml
+from vitscale.config.loader import full_name, read_yaml
 from vitscale.config.section import Section
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.events import read_start
@@ -42,6 +44,8 @@ from vitscale.optim.settings import EmaSettings
 
 # Images of a GPU. Estimated for L/16 on an H200: 30 s of compilation save 0.08 of 0.33 ms an image.
 COMPILED_FROM = 400_000
+# What weights expect of images, as keys of `data`.
+PIXELS = ("mean", "std", *PREPROCESSING)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +192,7 @@ def open_model(
     node; None: this process alone opens it.
     Raises UserError when it cannot be read, or does not fit.
     """
+    init = full_name(init)
     if world is not None and init.startswith(HUB):
         pinned = once_per_node(
             lambda: fetch(init, key=key)[1],
@@ -199,27 +204,21 @@ def open_model(
         # The next fetch finds all in the cache.
         disable_progress_bars()
 
-    source, run = read_source(init, weights=weights, model=model, key=key, world=world)
+    source, run, arch = read_model(
+        init, weights=weights, model=model, key=key, takes_best=True, world=world
+    )
     if run is not None and model is not None:
         raise UserError(
             "the run folder describes its model itself",
             where="model",
             next_step="remove `model`",
         )
-    if run is not None:
-        arch = run.arch
-    else:
-        settings, num_classes = inferred_model(source, chosen=model)
-        arch = settings.resolved(num_classes=num_classes)
-
-    # DINOv2's folders make smaller images than their positions are for.
-    image_size = image_size or source.preprocessing.get("image_size")
     if image_size is not None:
         # The positions are resized by the transfer below.
         arch = arch.model_copy(update={"image_size": image_size})
-        problem = dict(arch.problems()).get("model.image_size")
-        if problem:
-            raise UserError(problem, where="image_size")
+    problem = dict(arch.problems()).get("model.image_size")
+    if problem:
+        raise UserError(problem, where="image_size")
 
     # The seed has no effect: every tensor is replaced, or the transfer raises.
     network: nn.Module = MODELS[arch.name].load().build_model(arch, seed=0)
@@ -243,17 +242,37 @@ def open_model(
     )
 
 
+def read_model(
+    init: str, *, model: ModelSettings | None = None, **how: Any
+) -> tuple[Weights, SourceRun | None, Architecture]:
+    """Read weights, and say which model they are of and, with them, which pixels they expect.
+
+    model: keys that win over inferred ones; a run of ours has its own. how: as for `read_source`.
+    Raises UserError.
+    """
+    source, run = read_source(init, model=model, **how)
+    if run is not None:
+        return source, run, run.arch
+    settings, num_classes = inferred_model(source, chosen=model)
+    arch = settings.resolved(num_classes=num_classes)
+
+    # DINOv2's folders make smaller images than their positions are for.
+    image_size = source.preprocessing.get("image_size", arch.image_size)
+    return source, None, arch.model_copy(update={"image_size": image_size})
+
+
 def read_source(
     init: str,
     *,
     weights: str = "auto",
     model: ModelSettings | None = None,
     key: str = "init",
+    takes_best: bool = False,
     world: World | None = None,
 ) -> tuple[Weights, SourceRun | None]:
     """Read the weights that `init` names, and our run that trained them. Arguments: `open_model`.
 
-    Raises UserError.
+    takes_best: of a run folder the best checkpoint, not the newest. Raises UserError.
     """
     path = Path(init)
     if init.startswith(HUB):
@@ -272,15 +291,26 @@ def read_source(
             "world_size": world.world_size,
             "gather": gather_objects,
         }
+    best = None
+    if takes_best:
+        best = best_of(step_folders(path / "checkpoints"))
+        if world is not None:
+            best = gather_objects(best)[0]
+    if best is not None:
+        init = str(best[0])
     checkpoint, warnings = resolve_weights(init, key=key, **ranks)
     folder = checkpoint.folder.parent.parent
     config, sections, arch = _read_config(checkpoint, folder / "config.yaml")
 
-    # People tell checkpoints of one run apart by the step and the end of the run.
+    # People tell checkpoints of one run apart by the step, the end of the run and the metric.
     origin = f"{checkpoint.folder}, step {checkpoint.step}"
     start = read_start(folder)
     if start is not None and checkpoint.step < start.total_steps:
-        origin += f" of {start.total_steps}, not finished"
+        origin += f" of {start.total_steps}"
+        if best is None:
+            origin += ", not finished"
+    if best is not None:
+        origin += f", the best by {best[1]['metric']} ({best[1]['value']:.4f})"
     averaged = takes_average(checkpoint, weights)
     prefix = "model."
     if averaged:
@@ -293,7 +323,7 @@ def read_source(
 
     # The run evaluates with the filter of its training unless another one is set.
     data = sections.data
-    pixels = {name: getattr(data, name) for name in ("mean", "std", *PREPROCESSING)}
+    pixels = {name: getattr(data, name) for name in PIXELS}
     pixels["eval_interpolation"] = data.eval_interpolation or data.interpolation
     # Sigmoid losses train a probability for each class, which need not sum to 1.
     loss = (config.get("objective") or {}).get("loss")

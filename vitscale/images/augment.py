@@ -141,9 +141,11 @@ def erase(
     for _ in range(ERASING_ATTEMPTS):
         pixels = random.uniform(*ERASED_AREA) * height * width
         ratio = math.exp(random.uniform(*map(math.log, ERASED_ASPECT)))
-        h, w = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
+        h = round(math.sqrt(pixels * ratio))
+        w = round(math.sqrt(pixels / ratio))
         if h < height and w < width:
-            top, left = _below(height - h + 1, random), _below(width - w + 1, random)
+            top = _below(height - h + 1, random)
+            left = _below(width - w + 1, random)
             erased = image.clone()
             filling = _filling(settings.mode, (h, w), random, mean, std)
             erased[:, top : top + h, left : left + w] = filling
@@ -157,7 +159,9 @@ def _filling(
     """uint8, broadcastable to [3, h, w]."""
     if mode == "const":
         return torch.tensor(_mean_colour(mean), dtype=torch.uint8).view(3, 1, 1)
-    height, width = (1, 1) if mode == "rand" else size
+    if mode == "rand":
+        size = (1, 1)
+    height, width = size
     codes = _codes(3 * height * width, random).reshape(3, height, width)
     planes = [
         _noise_levels(*statistics)[plane]
@@ -206,12 +210,10 @@ def solarize(image_3HW: torch.Tensor, *, threshold: int) -> torch.Tensor:
     return image_3HW ^ torch.ge(image_3HW, threshold).view(torch.uint8).neg_()
 
 
-def solarize_add(
-    image_3HW: torch.Tensor, *, addition: int, threshold: int = 128
-) -> torch.Tensor:
-    """Brighten values below `threshold`."""
+def solarize_add(image_3HW: torch.Tensor, *, addition: int) -> torch.Tensor:
+    """Brighten values below 128."""
     added = np.minimum(_LEVELS + addition, 255)
-    return map_levels(image_3HW, np.where(_LEVELS < threshold, added, _LEVELS))
+    return map_levels(image_3HW, np.where(_LEVELS < 128, added, _LEVELS))
 
 
 def posterize(image_3HW: torch.Tensor, *, bits: int) -> torch.Tensor:
@@ -285,25 +287,6 @@ def sharpness(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
     return _blend(smooth_3HW, image_3HW, factor)
 
 
-def affine(
-    image_3HW: torch.Tensor,
-    matrix: Matrix,
-    *,
-    interpolation: Interpolation,
-    fill: Colour = (128, 128, 128),
-) -> torch.Tensor:
-    """Resample at (a x + b y + c, d x + e y + f), pixel centres at halves; `fill` outside."""
-    image = _to_rgb(image_3HW)
-    resampled = image.transform(
-        image.size,
-        Image.Transform.AFFINE,
-        matrix,
-        Image.Resampling[interpolation.upper()],
-        fillcolor=fill,
-    )
-    return _from_rgb(resampled)
-
-
 def _to_rgb(image_3HW: torch.Tensor) -> Image.Image:
     _, height, width = image_3HW.shape
     planes = [
@@ -328,7 +311,8 @@ def _blend(
     from_1or3HW: torch.Tensor, to_3HW: torch.Tensor, factor: float
 ) -> torch.Tensor:
     """0 gives the first, 1 the second, above 1 extrapolates; truncates as Pillow does."""
-    low, mixed = from_1or3HW.float(), to_3HW.float()
+    low = from_1or3HW.float()
+    mixed = to_3HW.float()
     # In place: page faults of a new tensor would cost more than the arithmetic.
     return mixed.sub_(low).mul_(factor).add_(low).clamp_(0, 255).byte()
 
@@ -367,7 +351,8 @@ def _augreg_cutout(
     """A gray square of up to 2 * pad pixels around a random pixel, clipped at the border."""
     pad = int(m / 10 * 40)
     _, height, width = image.shape
-    y, x = _below(height, random), _below(width, random)
+    y = _below(height, random)
+    x = _below(width, random)
     image = image.clone()
     image[:, max(y - pad, 0) : y + pad, max(x - pad, 0) : x + pad] = GRAY
     return image
@@ -401,21 +386,32 @@ def _affine(
     fill: Colour = (GRAY, GRAY, GRAY),
     interpolation: Interpolation | None = None,
 ) -> torch.Tensor:
-    """matrix: of `most` at magnitude 10, with a random sign, and of height and width.
+    """Resample at (a x + b y + c, d x + e y + f), pixel centres at halves; `fill` outside.
 
+    matrix: of `most` at magnitude 10, with a random sign, and of height and width.
     interpolation: None draws bilinear or bicubic.
     """
     amount = _either_sign(m / 10 * most, random)
     if interpolation is None:
         interpolation = "bilinear" if random.uniform() < 0.5 else "bicubic"
-    made = matrix(amount, *image.shape[1:])
-    return affine(image, made, interpolation=interpolation, fill=fill)
+    picture = _to_rgb(image)
+    resampled = picture.transform(
+        picture.size,
+        Image.Transform.AFFINE,
+        matrix(amount, *image.shape[1:]),
+        Image.Resampling[interpolation.upper()],
+        fillcolor=fill,
+    )
+    return _from_rgb(resampled)
 
 
 def _rotation(degrees: float, height: int, width: int) -> Matrix:
     """About the centre."""
-    angle, y, x = -math.radians(degrees), height / 2, width / 2
-    cos, sin = math.cos(angle), math.sin(angle)
+    angle = -math.radians(degrees)
+    y = height / 2
+    x = width / 2
+    cos = math.cos(angle)
+    sin = math.sin(angle)
     return (cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -74,10 +74,15 @@ class CropRequest:
 
 
 @contextmanager
-def open_image(data: bytes) -> Iterator[Image.Image]:
-    """Open an image and read its header. Raises OSError if unreadable, ValueError if too large."""
+def open_image(
+    data: bytes, *, formats: Sequence[str] = FORMATS
+) -> Iterator[Image.Image]:
+    """Open an image and read its header.
+
+    Raises OSError if it is unreadable; ValueError if it is too large, or has no decoder here.
+    """
     try:
-        with open_picture(data, formats=FORMATS) as image:
+        with open_picture(data, formats=formats) as image:
             # Pillow's own limit is a global variable, which other code may have changed.
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(
@@ -86,6 +91,8 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
             yield image
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from None
+    except ModuleNotFoundError:
+        raise ValueError("HEIC is not read yet: pip install pillow-heif") from None
     except PILLOW_ERRORS as error:
         raise OSError(f"{type(error).__name__}: {error}") from None
 
@@ -106,13 +113,25 @@ def random_crop_box(
     for _ in range(CROP_ATTEMPTS):
         pixels = random.uniform(*area) * width * height
         ratio = math.exp(random.uniform(*map(math.log, aspect)))
-        w, h = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
-        x, y = random.uniform(), random.uniform()
+        w = round(math.sqrt(pixels * ratio))
+        h = round(math.sqrt(pixels / ratio))
+        # Its place is drawn in any case: each attempt takes the same number of draws.
+        box = _anywhere(w, h, width, height, random)
         if 0 < w <= width and 0 < h <= height:
-            return CropBox(int(x * (width - w + 1)), int(y * (height - h + 1)), w, h)
+            return box
     ratio = min(max(width / height, aspect[0]), aspect[1])
-    w, h = min(width, round(height * ratio)), min(height, round(width / ratio))
+    w = min(width, round(height * ratio))
+    h = min(height, round(width / ratio))
     return CropBox((width - w) // 2, (height - h) // 2, w, h)
+
+
+def _anywhere(
+    w: int, h: int, width: int, height: int, random: CounterRandom
+) -> CropBox:
+    """A box of w x h pixels at a random place of an image."""
+    left = int(random.uniform() * (width - w + 1))
+    top = int(random.uniform() * (height - h + 1))
+    return CropBox(left, top, w, h)
 
 
 def tf_crop_box(
@@ -127,7 +146,8 @@ def tf_crop_box(
     least, most = (share * width * height for share in area)
     for _ in range(TF_CROP_ATTEMPTS):
         ratio = random.uniform(*aspect)
-        low, high = round(math.sqrt(least / ratio)), round(math.sqrt(most / ratio))
+        low = round(math.sqrt(least / ratio))
+        high = round(math.sqrt(most / ratio))
         if round(high * ratio) > width:
             high = int((width + 0.5 - 1e-7) / ratio)
             high -= round(high * ratio) > width
@@ -139,8 +159,7 @@ def tf_crop_box(
         h -= h * round(h * ratio) > most
         w = round(h * ratio)
         if least <= w * h <= most and 0 < w <= width and 0 < h <= height:
-            x, y = random.uniform(), random.uniform()
-            return CropBox(int(x * (width - w)), int(y * (height - h)), w, h)
+            return _anywhere(w, h, width - 1, height - 1, random)
     return CropBox(0, 0, width, height)
 
 
@@ -175,9 +194,9 @@ def squash_crop_box(
     BiT squashes the image to a square and cuts a smaller one out of it (`input_pipeline` of
     big_transfer). This crop differs by at most half a source pixel, because the box is rounded.
     """
-    w, h = max(1, round(width * share)), max(1, round(height * share))
-    x, y = random.uniform(), random.uniform()
-    return CropBox(int(x * (width - w + 1)), int(y * (height - h + 1)), w, h)
+    w = max(1, round(width * share))
+    h = max(1, round(height * share))
+    return _anywhere(w, h, width, height, random)
 
 
 def reflected(image_3RC: torch.Tensor, *, right: int, down: int) -> torch.Tensor:
@@ -207,7 +226,8 @@ def center_crop(
     down: the centre begins as in transformers, where an odd number of pixels is cut.
     The ends of an image that is longer than `MAX_ASPECT` times its short side are left out.
     """
-    w, h = min(width, MAX_ASPECT * height), min(height, MAX_ASPECT * width)
+    w = min(width, MAX_ASPECT * height)
+    h = min(height, MAX_ASPECT * width)
     box = CropBox((width - w) // 2, (height - h) // 2, w, h)
     short = math.floor(size / fraction)
     resized = (int(short * h / w), short) if w <= h else (short, int(short * w / h))

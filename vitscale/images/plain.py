@@ -6,12 +6,13 @@ The rules of data preparation (docs/images.md), which unprepared images follow t
 from __future__ import annotations
 
 import io
+import logging
 import struct
 import warnings
 import zlib
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -31,6 +32,27 @@ TURNS = {
 }
 # The formats that are trained on, by Pillow's names.
 SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
+# Data preparation converts these, and commands that read files read them. The last has a decoder in
+# the package pillow-heif alone.
+OTHER_FORMATS = ("AVIF", "BMP", "GIF", "TIFF", "HEIF")
+ALL_FORMATS = (*SUFFIXES, *OTHER_FORMATS)
+STARTS = {
+    b"\xff\xd8\xff": "JPEG",
+    b"\x89PNG\r\n\x1a\n": "PNG",
+    b"GIF8": "GIF",
+    b"BM": "BMP",
+    b"II*\0": "TIFF",
+    b"MM\0*": "TIFF",
+}
+# Numbers of TIFF 6.0.
+BITS = 258
+PHOTOMETRIC = 262
+EXIF_GPS_INTEROP = (34665, 34853, 40965)
+KINDS_OF_BYTES = (1, 2, 7)
+# Pillow takes 240 bytes for each number of a list, and libtiff memory for a whole tile. A picture
+# of 100 megapixels has 65,536 strips at most, and a tile of 4,096 px a side is a large one.
+MAX_NUMBERS = 1 << 18
+MAX_TILE_PIXELS = 1 << 26
 # Of a grey picture.
 MAX_PIXELS = 1 << 28
 GREY = ("1", "L", "LA", "La")
@@ -38,10 +60,11 @@ GREY = ("1", "L", "LA", "La")
 PNG_DEPTHS = {"1": 1, "L;2": 2, "L;4": 4, "L": 8, "RGB": 8, "I;16B": 16, "RGB;16B": 16}
 # Errors of Pillow on broken bytes, besides OSError and ValueError.
 PILLOW_ERRORS = (
+    ArithmeticError,
     AssertionError,
     EOFError,
     LookupError,
-    OverflowError,
+    RuntimeError,
     SyntaxError,
     TypeError,
     struct.error,
@@ -63,16 +86,90 @@ def upright(image: Image.Image, orientation: int) -> Image.Image:
     return image.transpose(TURNS[orientation]) if orientation in TURNS else image
 
 
+def format_of(data: bytes) -> str | None:
+    """Return Pillow's name of one of our formats, by the first bytes; None for any other."""
+    for start, format in STARTS.items():
+        if data.startswith(start):
+            return format
+    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        return "WEBP"
+    # ISO 23008-12: the names of all standards that the file follows.
+    if data[4:8] == b"ftyp":
+        return "AVIF" if b"avif" in data[8:64] else "HEIF"
+    return None
+
+
 def open_picture(data: bytes, *, formats: Sequence[str]) -> Image.Image:
-    """Open an image of one of Pillow's formats without decoding it. Raises what Pillow raises."""
+    """Open an image of one of Pillow's formats without decoding it.
+
+    Raises what Pillow raises, ValueError for a TIFF that it would read wrongly, and
+    ModuleNotFoundError for a format whose decoder is not installed.
+    """
     _quiet_pillow()
-    return Image.open(io.BytesIO(data), formats=tuple(formats))
+    format = format_of(data)
+    if format != "HEIF":
+        # Pillow does not know the name before the package is loaded.
+        formats = [name for name in formats if name != "HEIF"]
+    elif format in formats:
+        _add_heif()
+    if format == "TIFF":
+        _refuse_long_lists(data)
+    image = Image.open(io.BytesIO(data), formats=tuple(formats))
+    if format == "TIFF":
+        _refuse_wrong_pixels(image)
+    return image
+
+
+@cache
+def _add_heif() -> None:
+    from pillow_heif import register_heif_opener
+
+    register_heif_opener()
+
+
+def tiff_tag(image: Image.Image, tag: int, default: Any) -> Any:
+    """Return the value of a tag; the default where it is missing, and for other formats."""
+    return getattr(image, "tag_v2", {}).get(tag, default)
+
+
+def _refuse_long_lists(data: bytes) -> None:
+    """Raise ValueError if the first page of a TIFF has lists that take gigabytes as Python numbers.
+
+    Raises struct.error where its tags end too early.
+    """
+    order = ">" if data.startswith(b"MM") else "<"
+    folders = [*struct.unpack_from(f"{order}L", data, 4)]
+    for start in folders:
+        (num_tags,) = struct.unpack_from(f"{order}H", data, start)
+        tags = data[start + 2 : start + 2 + 12 * num_tags]
+        # Of each: its number, the kind of its values, how many, and one of them or their place.
+        for tag, kind, count, place in struct.iter_unpack(f"{order}HHLL", tags):
+            if count > MAX_NUMBERS and kind not in KINDS_OF_BYTES:
+                raise ValueError(f"a TIFF with a list of {count:,} numbers")
+            # Pillow reads these folders whole. They may name each other in a circle.
+            if tag in EXIF_GPS_INTEROP and len(folders) < 9:
+                folders.append(place)
+
+
+def _refuse_wrong_pixels(image: Image.Image) -> None:
+    """Raise ValueError for a TIFF that Pillow would turn into other pixels than it has."""
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            "samples of 32 bits or with a sign: nothing says which is white"
+        )
+    is_deep = max(tiff_tag(image, BITS, (1,))) > 8
+    if is_deep and tiff_tag(image, 284, 1) == 2:
+        raise ValueError("16-bit colours in separate planes")
+    tile = tiff_tag(image, 322, 1) * tiff_tag(image, 323, 1)
+    if tile > MAX_TILE_PIXELS:
+        raise ValueError(f"a tile of {tile:,} pixels; at most {MAX_TILE_PIXELS:,}")
 
 
 @cache
 def _quiet_pillow() -> None:
     """Hide Pillow's warnings, of broken EXIF and the like: one per image would fill a log."""
     warnings.filterwarnings("ignore", module=r"PIL\.")
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
 
 def has_opacity(image: Image.Image) -> bool:
@@ -88,6 +185,8 @@ def plain(image: Image.Image) -> Image.Image:
     image: not loaded yet if it comes from a file, so that its samples can still be read as stored.
     """
     keyed = _keyed_pixels(image)
+    # A TIFF turns itself upright now, and then has no orientation any more.
+    image.load()
     if keyed is not None:
         pixels = np.array(_opaque(image))
         pixels[keyed] = 255
@@ -109,7 +208,11 @@ def _plain_mode(image: Image.Image) -> str:
 def _opaque(image: Image.Image) -> Image.Image:
     """Return 8-bit L or RGB, whatever is transparent."""
     if image.mode.startswith("I"):  # 16-bit grey, which Pillow would clip to white
-        levels = (np.asarray(image).astype(np.float64) / 257).round().clip(0, 255)
+        white = (1 << max(tiff_tag(image, BITS, (16,)))) - 1
+        levels = (np.asarray(image) * 255.0 / white).round().clip(0, 255)
+        # Pillow inverts pictures whose 0 is white, but not these.
+        if tiff_tag(image, PHOTOMETRIC, 1) == 0:
+            levels = 255 - levels
         return Image.fromarray(levels.astype(np.uint8))
     mode = _plain_mode(image)
     return image if image.mode == mode else image.convert(mode)
@@ -177,15 +280,15 @@ def grey_picture(content: bytes, *, side: int) -> GreyPicture | None:
     # MAX_PIXELS replaces Pillow's own limit.
     Image.MAX_IMAGE_PIXELS = None
     try:
-        with open_picture(content, formats=tuple(SUFFIXES)) as image:
+        with open_picture(content, formats=ALL_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 return None
             short_side = min(image.size)
             # JPEG decoders downscale by 2, 4 or 8 at almost no cost. The last block may be partly
             # filled, hence the box, which is the true extent of the picture.
             drafted = image.draft("L", (2 * side, 2 * side))
-            turn = orientation(image)
             grey = plain(image).convert("L")
+            turn = orientation(image)
             small = grey.resize(
                 (side, side),
                 Image.Resampling.BILINEAR,

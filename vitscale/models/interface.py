@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vitscale.config.errors import UserError
-from vitscale.distributed.node_files import private_folder
+from vitscale.config.errors import UserError, not_written
 
 # timm imports wandb where it is installed, which takes a third of a second at every start.
 _hidden = sys.modules.setdefault("wandb", None) is None  # type: ignore[arg-type]  # so Python marks it
@@ -110,6 +113,31 @@ def compile_each(blocks: Iterable[nn.Module], *, backend: str) -> None:
             if isinstance(module, DropPath):
                 block.set_submodule(name, SharedDropPath(module.drop_prob))
         block.compile(dynamic=False, backend=backend)
+
+
+def private_folder() -> Path:
+    """Create `vitscale-UID` in the folder for temporary files, with mode 0700.
+
+    Raises UserError if another user owns it or can write to it, or if it cannot be made.
+    """
+    folder = Path(tempfile.gettempdir()) / f"vitscale-{os.getuid()}"
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+    except OSError as error:
+        raise not_written(error, f"TMPDIR: {folder}") from None
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.getuid()
+        or status.st_mode & 0o077
+    ):
+        raise UserError(
+            "is not a folder that only you can use",
+            where=str(folder),
+            next_step="remove it, or set TMPDIR to another folder",
+        )
+    return folder
 
 
 class SharedDropPath(nn.Module):

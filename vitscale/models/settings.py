@@ -33,6 +33,11 @@ class Architecture(NamedSection):
     """Spread of the head's initial weights; 0 in the ViT papers, 2e-5 in MAE's fine-tuning."""
 
     @property
+    def is_complete(self) -> bool:
+        """Whether the settings say which model it is, but for the number of its classes."""
+        return True
+
+    @property
     def title(self) -> str:
         """Family and size in words."""
         raise NotImplementedError
@@ -181,6 +186,10 @@ class ViTSettings(Architecture):
             if getattr(self, name) is not None:
                 chosen[name] = getattr(self, name)
         return self.preset_numbers() | chosen
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.numbers()) == len(NUMBERS)
 
     def resolved(self, *, num_classes: int) -> Self:
         settings = super().resolved(num_classes=num_classes)

@@ -16,7 +16,7 @@ import torch
 from vitscale.data.loader import Batch
 from vitscale.data.settings import MixingSettings
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
-from vitscale.engine.device_batches import on_device
+from vitscale.objectives.draws import on_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,14 +106,14 @@ def optim_problems(
 ) -> Iterator[tuple[str, str]]:
     """Combinations that would be ignored or wrong."""
     if not all(0 <= beta < 1 for beta in optim.betas):
-        yield ("optim.betas", f"{optim.betas} must both be at least 0 and below 1")
+        yield "optim.betas", f"{optim.betas} must both be at least 0 and below 1"
     fields = type(optim).model_fields
     for key in fields:
         users = [name for name, kind in OPTIMIZERS.items() if key in kind.settings]
         is_set = getattr(optim, key) != fields[key].default
         if users and optim.name not in users and is_set:
             what = f"{optim.name} does not use it; remove the key"
-            yield (f"optim.{key}", f"{what}, or set optim.name={' or '.join(users)}")
+            yield f"optim.{key}", f"{what}, or set optim.name={' or '.join(users)}"
     if OPTIMIZERS[optim.name].needs_whole_tensors and zero_stage != 0:
         what = f"{optim.name} needs full-tensor norms; ZeRO {zero_stage} shards them"
         yield (
@@ -162,7 +162,7 @@ def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
             f"{what}; set it to 0, or schedule.decay=constant",
         )
     if schedule.decay in ("constant", "drops") and schedule.decay_from != "warmup_end":
-        yield ("schedule.decay_from", f"has no effect on {decay}; set it to warmup_end")
+        yield "schedule.decay_from", f"has no effect on {decay}; set it to warmup_end"
     if (
         schedule.decay == "constant"
         and schedule.final_lr
@@ -174,15 +174,15 @@ def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
             f"{what}; set schedule.cooldown_share, or final_lr=0",
         )
     if schedule.decay == "drops" and schedule.final_lr:
-        yield ("schedule.final_lr", f"has no effect on {decay}; set it to 0")
+        yield "schedule.final_lr", f"has no effect on {decay}; set it to 0"
     if schedule.decay != "drops" and at:
         what = f"has no effect on {decay}"
-        yield ("schedule.drops_at", f"{what}; remove it, or set schedule.decay=drops")
+        yield "schedule.drops_at", f"{what}; remove it, or set schedule.decay=drops"
     if schedule.decay == "drops" and not (
         at and list(at) == sorted(set(at)) and 0 < at[0] and at[-1] < 1
     ):
         what = f"{list(at)} are not increasing shares between 0 and 1"
-        yield ("schedule.drops_at", f"{what}; give some, for example [0.3, 0.6, 0.9]")
+        yield "schedule.drops_at", f"{what}; give some, for example [0.3, 0.6, 0.9]"
 
 
 def learning_rate(
@@ -206,11 +206,9 @@ def learning_rate(
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    start = (
-        0
-        if schedule.decay_from == "start" or schedule.decay == "drops"
-        else warmup_steps
-    )
+    start = warmup_steps
+    if schedule.decay_from == "start" or schedule.decay == "drops":
+        start = 0
     progress = (step - start) / max(1, total_steps - start)
     share = SCHEDULES[schedule.decay](min(1.0, progress), schedule.drops_at)
     if cooldown_steps:

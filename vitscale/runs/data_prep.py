@@ -32,9 +32,8 @@ SPLIT_NAMES = (
 def can_name_split(name: str) -> bool:
     """Whether a split may have this name; SPLIT_NAMES describes the rule."""
     # timm reads a split name that contains "tar" as a list of tar files.
-    return re.fullmatch(r"[A-Za-z0-9_]+", name) is not None and (
-        len(name) <= MAX_SPLIT_LENGTH and "tar" not in name
-    )
+    has_allowed_chars = re.fullmatch(r"[A-Za-z0-9_]+", name) is not None
+    return has_allowed_chars and len(name) <= MAX_SPLIT_LENGTH and "tar" not in name
 
 
 class SourceSettings(Section):
@@ -75,9 +74,9 @@ class SourceSettings(Section):
     def place(self) -> str:
         """`path` as an absolute path without links, or the URL: equal for the same place."""
         place = location_of(self.path, where="source.path")
-        return (
-            str(place.expanduser().resolve()) if isinstance(place, Path) else str(place)
-        )
+        if isinstance(place, Path):
+            place = place.expanduser().resolve()
+        return str(place)
 
     def other_place(self, made_from: str) -> str | None:
         """Describe the difference to the source that a manifest names; None: it is the same."""
@@ -151,12 +150,12 @@ class DataPrepRun(Run):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.script == "index_shards" and self.source.kind != "webdataset":
-            yield ("source.kind", "must be webdataset for script=index_shards")
+            yield "source.kind", "must be webdataset for script=index_shards"
         if self.source.val_labels and self.source.kind != "image_folder":
-            yield ("source.val_labels", "is for source.kind=image_folder")
+            yield "source.val_labels", "is for source.kind=image_folder"
         if self.source.val_per_class and self.source.holdout_fraction:
             what = "and source.holdout_fraction are mutually exclusive; remove one of the two"
-            yield ("source.val_per_class", what)
+            yield "source.val_per_class", what
         holds_out = self.source.holdout_fraction or self.source.val_per_class
         if holds_out and self.source.holdout_split == "train":
             yield (
@@ -164,7 +163,7 @@ class DataPrepRun(Run):
                 "must not be train, from which the images are taken",
             )
         if self.labels.values == "index" and self.labels.space is None:
-            yield ("labels.values", "index requires labels.space, the list of classes")
+            yield "labels.values", "index requires labels.space, the list of classes"
         if self.labels.values == "none":
             for key, value in {
                 "labels.space": self.labels.space,
@@ -174,12 +173,12 @@ class DataPrepRun(Run):
             }.items():
                 if value:
                     what = "needs classes, which labels.values=none ignores"
-                    yield (key, f"{what}; remove one of the two")
+                    yield key, f"{what}; remove one of the two"
         names = {f"source.splits.{name}": name for name in self.source.splits}
         for key, name in {
             "source.holdout_split": self.source.holdout_split,
             **names,
         }.items():
             if not can_name_split(name):
-                yield (key, f"{name!r} cannot name a split; allowed: {SPLIT_NAMES}")
+                yield key, f"{name!r} cannot name a split; allowed: {SPLIT_NAMES}"
         yield from launch_problems(self.launch, independent_tasks=True)

@@ -101,7 +101,7 @@ def launch_problems(
     """
     for key, text in _texts_of(launch):
         if not text.replace("\t", " ").isprintable():
-            yield (key, f"{text!r} is not one line of printable text")
+            yield key, f"{text!r} is not one line of printable text"
         elif found := re.search(SECRET_ASSIGNMENT, text):
             name = found["name"]
             yield (
@@ -110,7 +110,7 @@ def launch_problems(
                 f"nodes from a file that only you can read: export {name}=$(cat FILE)",
             )
         elif key.startswith("launch.srun_args") and not text.startswith("-"):
-            yield (key, f"{text!r} is not an option of srun such as --cpu-bind=none")
+            yield key, f"{text!r} is not an option of srun such as --cpu-bind=none"
     for option in launch.sbatch:
         key = f"launch.sbatch.{option}" if option.isprintable() else "launch.sbatch"
         name = option.replace("_", "-")
@@ -120,9 +120,9 @@ def launch_problems(
                 f"{option!r} is not the long name of an sbatch option, such as mail-type",
             )
         elif owner := SBATCH_OWNERS.get(name):
-            yield (key, f"is not allowed here: set {owner} instead")
+            yield key, f"is not allowed here: set {owner} instead"
         elif name in SBATCH_FIXED:
-            yield (key, "is not allowed here: vitscale sets it; remove it")
+            yield key, "is not allowed here: vitscale sets it; remove it"
     if not launch.node_counts:
         yield (
             "launch.nodes",
@@ -146,11 +146,11 @@ def launch_problems(
                 what = (
                     f"{why} and no GPU; leave it at {default} and set launch.num_tasks"
                 )
-                yield (f"launch.{field}", f"{value} {what}")
+                yield f"launch.{field}", f"{value} {what}"
         return
     if launch.num_tasks != 1:
         why = "is for data preparation only; the size of this job is launch.nodes x"
-        yield ("launch.num_tasks", f"{launch.num_tasks} {why} launch.tasks_per_node")
+        yield "launch.num_tasks", f"{launch.num_tasks} {why} launch.tasks_per_node"
     if launch.gpus_per_node not in (0, launch.tasks_per_node):
         what = f"{launch.tasks_per_node} processes for {launch.gpus_per_node} GPUs per node"
         yield (

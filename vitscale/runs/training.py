@@ -10,13 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from vitscale.config.errors import UserError
 from vitscale.config.section import NamedSection, Run, Section
+from vitscale.data.index import held_out_split
 from vitscale.data.settings import DataSettings, data_problems
 from vitscale.engine.settings import EngineSettings, raw_problems
-from vitscale.evaluation.registry import EvaluationSettings
+from vitscale.evaluation.registry import (
+    EvaluationSettings,
+    groups_of_names,
+    listed_twice,
+)
 from vitscale.models.registry import ModelSettings
 from vitscale.optim.settings import (
     OptimSettings,
@@ -34,9 +39,9 @@ class CheckpointSettings(Section):
     """When checkpoints are written, and how many stay."""
 
     every_steps: int = Field(default=1000, gt=0)
-    """Steps between checkpoints; the last step always gets one."""
+    """Steps between checkpoints; the last step and a new best value get one, too."""
     keep: int = Field(default=2, ge=1)
-    """Newest checkpoints that stay; older ones are removed after a commit."""
+    """Newest checkpoints that stay, beside the best one; older ones are removed after a commit."""
 
 
 class TrainingRun(Run):
@@ -56,8 +61,9 @@ class TrainingRun(Run):
     engine: EngineSettings = EngineSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluate: tuple[EvaluationSettings, ...] | None = Field(default=None, strict=False)
-    """Evaluations of `data.val_split`; all of them run after the last step too. Empty: none.
-    null: classification after the last step, if the objective trains a classifier."""
+    """Evaluations of `data.val_split`, or their names, as in evaluate=knn,few_shot; all of them run
+    after the last step too. Empty: none. null: classification after the last step, if the objective
+    trains a classifier."""
     tracking: TrackingSettings = TrackingSettings()
     launch: LaunchSettings = LaunchSettings()
     deepspeed: dict[str, Any] = {}
@@ -67,6 +73,8 @@ class TrainingRun(Run):
     objective: NamedSection
     """Prediction target of the training, and its loss; a concrete type lists the choices."""
 
+    _names = field_validator("evaluate", mode="before")(groups_of_names)
+
     @property
     def folder(self) -> str:
         return self.output or f"runs/{self.name}"
@@ -74,6 +82,9 @@ class TrainingRun(Run):
     def make_objective(self) -> Any:
         """Make the `Objective` that `objective` names."""
         raise NotImplementedError
+
+    def implied(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield from held_out_split(self.data)
 
     def starts_from(self) -> str | None:
         """Path of the weights that a new run starts from; None: random ones."""
@@ -116,12 +127,7 @@ class TrainingRun(Run):
                 "engine.precision",
                 "fp16 keeps its loss scale in ZeRO 1 to 3; set zero_stage=1",
             )
-        names = [evaluation.name for evaluation in self.evaluate or ()]
-        for name in sorted({name for name in names if names.count(name) > 1}):
-            yield (
-                "evaluate",
-                f"{name} is listed twice; its metrics would have the same names",
-            )
+        yield from listed_twice(self.evaluate or ())
         yield from tracking_problems(self.tracking)
         yield from schedule_problems(schedule)
         yield from optim_problems(self.optim, zero_stage=engine.zero_stage)
@@ -146,10 +152,13 @@ class TrainingPlan:
 
     @property
     def equation(self) -> str:
-        return (
+        text = (
             f"global batch {self.global_batch} = {self.world_size} ranks "
-            f"x {self.micro_batch} images x {self.accumulation} accumulated"
+            f"x {self.micro_batch} images"
         )
+        if self.accumulation > 1:
+            text += f" x {self.accumulation} accumulated"
+        return text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

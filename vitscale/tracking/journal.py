@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from vitscale.distributed.atomic_files import fsync_folder, open_log, write_bytes
 
@@ -199,11 +199,17 @@ def training_log(
 
 @contextmanager
 def item_progress(
-    title: str, *, total: int, unit: str = "images"
+    title: str,
+    *,
+    total: int,
+    unit: str = "images",
+    is_shown: bool = True,
+    file: TextIO | None = None,
 ) -> Iterator[Callable[[int], None]]:
     """Yield a function that adds to the number of items done; print rate and time left.
 
     A line every ITEM_INTERVAL_S and at the end; none for shorter work.
+    is_shown: false on all but the first of several ranks. file: None: standard output.
     """
     start = time.monotonic()
     last_line = start
@@ -214,7 +220,8 @@ def item_progress(
         done = min(done + num, total)
         now = time.monotonic()
         is_long_work = last_line > start
-        if now - last_line < ITEM_INTERVAL_S and not (done == total and is_long_work):
+        is_end = done == total and is_long_work
+        if not is_shown or not (is_end or now - last_line >= ITEM_INTERVAL_S):
             return
 
         last_line = now
@@ -225,6 +232,7 @@ def item_progress(
             left = f"{hours:,} h {seconds // 60} min left"
         print(
             f"{title}: {done:,} of {total:,}, {rate:,.0f} {unit}/s, {left}",
+            file=file,
             flush=True,
         )
 

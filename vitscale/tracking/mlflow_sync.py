@@ -36,7 +36,8 @@ from vitscale.config.redaction import (
     shared_yaml,
     short_reason,
 )
-from vitscale.distributed.events import read_events
+from vitscale.distributed.atomic_files import or_warn
+from vitscale.distributed.events import EVENTS_NAME, append_event, read_events
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.run_files import safe_files
 from vitscale.tracking.settings import sqlite_path
@@ -270,10 +271,8 @@ class RunReader:
         self.config = read_values(folder / CONFIG_NAME)
 
         self._offset = 0
-        self.started = record.time
-        for row, _ in read_rows(folder / JOURNAL_NAME):
-            self.started = row.time
-            break
+        times = (row.time for row, _ in read_rows(folder / JOURNAL_NAME))
+        self.started = next(times, record.time)
 
     def new_rows(self) -> Iterator[Row]:
         """Lines of the journal that were not read before."""
@@ -565,7 +564,7 @@ def upload(
     Says what was done. A failure is said too and not raised: the files themselves are on disk.
     """
     record = read_record(folder)
-    if record is None or record.uri is None or not files:
+    if record is None or record.uri is None:
         return
     try:
         run = MlflowRun(folder, record.uri, say=say)
@@ -573,9 +572,19 @@ def upload(
         artifacts = run.artifacts()
         for path in files:
             artifacts.log_artifact(str(path), place)
-        say(f"uploaded to MLflow run {printable(run.run_id)}")
+        if files:
+            say(f"uploaded to MLflow run {printable(run.run_id)}")
     except Exception as error:
         say(f"warning: not uploaded to MLflow ({short_reason(error)})")
+
+
+def close_run(folder: Path, status: Status, *, say: Say) -> None:
+    """Record, here and in MLflow, how a run ended whose process was killed and could not."""
+    record = read_record(folder)
+    if record is not None and record.ended is None:
+        with or_warn(folder / EVENTS_NAME, say):
+            append_event(folder, ENDED, {"status": status})
+        upload(folder, (), say=say)
 
 
 # ---- reading ----------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def check_records(folder: Path) -> None:
             if reason is None:
                 continue
             # Backups share the files of their owner, who may read them anyway.
-            if reason == HARD_LINK and _has_same_owner(path, folder):
+            if reason == HARD_LINK and path.stat().st_uid == folder.stat().st_uid:
                 continue
             raise UserError(
                 reason,
@@ -87,7 +87,3 @@ def why_unsafe(path: Path, *, folder: Path, max_bytes: int) -> str | None:
     if status.st_size > max_bytes:
         return f"has {status.st_size:,} bytes; at most {max_bytes:,} are read"
     return None
-
-
-def _has_same_owner(path: Path, folder: Path) -> bool:
-    return path.stat().st_uid == folder.stat().st_uid

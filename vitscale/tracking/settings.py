@@ -48,11 +48,11 @@ def tracking_problems(tracking: TrackingSettings) -> Iterator[tuple[str, str]]:
         try:
             absolute_uri(tracking.uri)
         except UserError as error:
-            yield ("tracking.uri", f"{error.what}; allowed: {error.allowed}")
+            yield "tracking.uri", f"{error.what}; allowed: {error.allowed}"
 
     if not 0 < len(tracking.experiment) <= MAX_EXPERIMENT_CHARS:
         what = f"is not 1 to {MAX_EXPERIMENT_CHARS} characters long"
-        yield ("tracking.experiment", f"{shorten(repr(tracking.experiment))} {what}")
+        yield "tracking.experiment", f"{shorten(repr(tracking.experiment))} {what}"
 
     for name in tracking.tags:
         # Not in the key: the name may have dots and line breaks.
@@ -83,10 +83,10 @@ def is_store_name(name: str) -> bool:
 def default_uri() -> str:
     """`tracking.uri` of the site file, else DEFAULT_URI. Raises UserErrors of the site file."""
     errors: list[UserError] = []
-    tracking = read_site(errors=errors).values.get("tracking")
+    tracking = read_site(errors=errors).values.get("tracking", {})
     if errors:
         raise UserErrors(errors)
-    uri = tracking.get("uri") if isinstance(tracking, dict) else None
+    uri = tracking.get("uri")
     return uri if isinstance(uri, str) else DEFAULT_URI
 
 

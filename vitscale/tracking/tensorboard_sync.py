@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from shlex import quote
+from textwrap import indent
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -49,13 +50,11 @@ class Reader(RunReader):
             self.started, summary=hparams_pb(params, self.record.name, self.started)
         )
         tags = "".join(f"\n- {key}: {text}" for key, text in self.record.tags.items())
-        settings = "".join(
-            f"    {line}\n" for line in shared_yaml(self.config).splitlines()
-        )
-        for tag, text in {
+        texts = {
             "run": f"{self.record.note}\n{tags}",
-            "settings": settings,
-        }.items():
+            "settings": indent(shared_yaml(self.config), "    "),
+        }
+        for tag, text in texts.items():
             shown = Summary.Value(tag=tag, metadata=create_summary_metadata(tag, ""))
             shown.tensor.CopyFrom(make_tensor_proto(text))
             self._write(self.started, summary=Summary(value=[shown]))

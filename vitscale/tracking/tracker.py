@@ -208,7 +208,9 @@ class Tracker:
         self._closing.set()
 
         # All stores together get this time.
-        wait_s = FAILED_CLOSE_WAIT_S if status == "FAILED" else CLOSE_WAIT_S
+        wait_s = CLOSE_WAIT_S
+        if status in ("FAILED", "KILLED"):
+            wait_s = FAILED_CLOSE_WAIT_S
         deadline = time.monotonic() + wait_s
         for name, thread in self._threads.items():
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -275,12 +277,9 @@ def _process_tags(version: SourceVersion | None) -> dict[str, str]:
     """User, version of the code, world size, and job of this process."""
     tags = {
         "mlflow.source.name": Path(sys.argv[0]).name or "python",
-        "mlflow.source.type": "LOCAL",
         "vitscale.world_size": os.environ.get("WORLD_SIZE", "1"),
     }
-    job = os.environ.get("SLURM_JOB_ID")
-    if job:
-        tags["mlflow.source.type"] = "JOB"
+    if job := os.environ.get("SLURM_JOB_ID"):
         tags["vitscale.job_id"] = job
 
     # Containers may run under ids without a name.
@@ -289,7 +288,6 @@ def _process_tags(version: SourceVersion | None) -> dict[str, str]:
 
     if version is not None:
         tags["mlflow.source.git.commit"] = version.commit
-        tags["mlflow.source.git.dirty"] = str(bool(version.patch)).lower()
         tags[mlflow_sync.CODE_TAG] = version.short
     return tags
 

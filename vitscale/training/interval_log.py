@@ -6,7 +6,6 @@ console; skipped updates and unreadable samples are named, and too many of them 
 
 from __future__ import annotations
 
-import math
 import resource
 import time
 from collections import deque
@@ -41,9 +40,11 @@ PEAK_BF16_FLOPS = {
 PROFILE_SKIPPED = 5
 # A run ends after this many updates in a row whose loss or gradient was not finite, and when more
 # than this many of 100 updates were such, or a tenth of a log interval that is longer.
-MAX_SKIPPED, WINDOW = 10, 100
+MAX_SKIPPED = 10
+WINDOW = 100
 # Most samples that are named: unreadable ones, and those of a skipped update.
-UNREADABLE_SHOWN, NAMES_SHOWN = 10, 8
+UNREADABLE_SHOWN = 10
+NAMES_SHOWN = 8
 
 Say = Callable[[str], None]
 # Names of samples, given as (position in the training set's parts, sample).
@@ -105,21 +106,15 @@ class IntervalMeans:
             own = torch.stack(
                 [torch.where(finite, value, 0.0), finite.to(torch.float64)]
             )
-            self._sums_2[name] = (
-                own + self._sums_2[name] if name in self._sums_2 else own
-            )
+            self._sums_2[name] = own + self._sums_2.get(name, 0.0)
 
     def read(self) -> dict[str, float]:
         """Means over all ranks since the last call, NaN where no value was finite. Collective."""
         names = list(self._sums_2)
         sums_N2 = torch.stack(list(self._sums_2.values())).cpu()
         self._sums_2.clear()
-        return {
-            name: total / count if count else math.nan
-            for name, (total, count) in zip(
-                names, sum_over_ranks(sums_N2).tolist(), strict=True
-            )
-        }
+        totals_N, counts_N = sum_over_ranks(sums_N2).unbind(1)
+        return dict(zip(names, (totals_N / counts_N).tolist(), strict=True))
 
 
 def names_of(data: TrainingSet, *, is_first: bool) -> Names:
@@ -164,9 +159,9 @@ class SkippedUpdateMonitor:
             return
         found = enumerate(gather_objects(health.bad_micro_step))
         ranks = {rank: number for rank, number in found if number is not None}
-        what = f"{'the loss' if ranks else 'the gradient'} was not finite"
+        what = "the gradient was not finite"
         if ranks:
-            what += f" on rank {', '.join(map(str, ranks))}"
+            what = f"the loss was not finite on rank {', '.join(map(str, ranks))}"
         names = self._names(health.last_step, ranks)
         last = f"the last at step {health.last_step}"
         total = f"{num_new} updates skipped, {health.skipped} since the start"
@@ -202,8 +197,11 @@ class SkippedUpdateMonitor:
         ] or range(start, start + plan.global_batch)
         draws = [self._data.order.at(position) for position in positions[:NAMES_SHOWN]]
         names = self._names_of([(draw.part, draw.sample) for draw in draws])
+        text = ", ".join(names)
         num_more = len(positions) - len(draws)
-        return ", ".join(names) + (f" and {num_more} more" if num_more else "")
+        if num_more:
+            text += f" and {num_more} more"
+        return text
 
 
 class UnreadableSampleMonitor:
@@ -252,13 +250,11 @@ class UnreadableSampleMonitor:
             names = self._names_of([(each.part, each.sample) for each in shown])
         for name, each in zip(names, shown, strict=True):
             self._say(f"{each.shard}: sample {name} was replaced: {each.error}")
+        line = f"step {step}: {self.num_replaced} samples replaced since step 0"
         unnamed = num_new - len(shown)
-        more = (
-            f"; {unnamed} of the last {num_new} are not named here" if unnamed else ""
-        )
-        self._say(
-            f"step {step}: {self.num_replaced} samples replaced since step 0{more}"
-        )
+        if unnamed:
+            line += f"; {unnamed} of the last {num_new} are not named here"
+        self._say(line)
 
         if self.num_replaced > self._max_fraction * max(num_seen, num_samples):
             raise UserError(
@@ -324,7 +320,9 @@ class IntervalLog:
             num_replaced=num_unreadable,
             say=say,
         )
+        self._start_step = start_step
         self._clock = _Clock()
+        self._paced_from = (self._clock.start, start_step)
         # Of the first step, which starts workers and compiles: it counts for the throughput only
         # where its interval has no other step.
         self._first: _Clock | None = None
@@ -393,15 +391,27 @@ class IntervalLog:
         self.tracker.log(metrics, step=step)
         steps = self._plan.total_steps
         loss = metrics["train/loss"]
-        eta_s = (steps - step) * self._plan.global_batch / speed
+        eta = format_duration(self._seconds_left(step))
         self.say(
             f"step {step}/{steps} loss {loss:.4f} lr {lr:.1e} img/s {speed:.0f} "
-            f"wait {wait:.0%} eta {format_duration(eta_s)}"
+            f"wait {wait:.0%} eta {eta}"
         )
         self._skipped.update(health, step=step, loss_scale=scale)
 
+    def _seconds_left(self, step: int) -> float:
+        """By the mean pace, with evaluations and saves, since the first line of this start."""
+        now = time.perf_counter()
+        begun, first_step = self._paced_from
+        # The time before that line has the start of workers and compilation.
+        if first_step == self._start_step:
+            self._paced_from = (now, step)
+        pace_s = (now - begun) / (step - first_step)
+        return pace_s * (self._plan.total_steps - step)
+
     def _speed(self) -> dict[str, float]:
-        clock = self._clock if self._clock.num_images else self._first or self._clock
+        clock = self._clock
+        if self._first is not None and not clock.num_images:
+            clock = self._first
         elapsed = time.perf_counter() - clock.start
         self._clock = _Clock()
         own = torch.tensor([clock.num_images, clock.wait_s], dtype=torch.float64)

@@ -7,19 +7,27 @@ itself, which is in pretrain/main.py and finetune/main.py.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch import nn
 
-from vitscale.checkpoint.folders import Checkpoint, Commit
+from vitscale.checkpoint.folders import (
+    Checkpoint,
+    Commit,
+    Score,
+    best_of,
+    step_folders,
+    step_of,
+)
 from vitscale.checkpoint.store import (
     CheckpointStore,
     SavedTensors,
@@ -29,7 +37,7 @@ from vitscale.checkpoint.store import (
 )
 from vitscale.config.changes import changed_settings
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
-from vitscale.config.loader import run_to_yaml
+from vitscale.config.loader import read_values, run_to_yaml
 from vitscale.config.redaction import redact
 from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, training_batches
@@ -56,6 +64,7 @@ from vitscale.engine.engine import (
     resolve_precision,
 )
 from vitscale.evaluation.evaluation import FILES, NonFiniteOutputs, Subject
+from vitscale.evaluation.main_metric import score_of
 from vitscale.evaluation.registry import ScheduledEvaluations
 from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.crops import resolve_decoder
@@ -66,19 +75,23 @@ from vitscale.objectives.objective import Objective, check_objective
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
 from vitscale.optim.settings import learning_rate
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
-from vitscale.tracking.journal import training_log
-from vitscale.tracking.mlflow_sync import DATA_TAG, VAL_DATA_TAG, read_record
+from vitscale.tracking.journal import format_duration, training_log
+from vitscale.tracking.mlflow_sync import (
+    CONFIG_NAME,
+    DATA_TAG,
+    VAL_DATA_TAG,
+    read_record,
+)
 from vitscale.tracking.tracker import Tracker
 from vitscale.training.interval_log import IntervalLog, profiled
 
 # Loads weights into a fresh model; returns their source, and what to say about them.
 InitialWeights = Callable[[nn.Module, Architecture], tuple[str | None, list[str]]]
 # Settings that act on the first weights alone.
-START_ONLY = (
-    *("init", "init_weights", "keep_head", "position_embedding", "init_patch"),
-    *("model.weight_init", "model.position_init", "model.head_std", "model.head_bias"),
-    "model.layer_scale",
-)
+START_ONLY = """
+init init_weights keep_head position_embedding init_patch model.weight_init model.position_init
+model.head_std model.head_bias model.layer_scale
+""".split()
 # `What: ...` at the start of a line of a run card.
 CARD_KEY = re.compile(r"^(\w+): +", re.MULTILINE)
 
@@ -132,6 +145,7 @@ class TrainingSession:
         self.watchdog = watchdog
         self.world = watchdog.world
         self.folder = Path(run.folder)
+        self._opened = time.monotonic()
         # There is no log yet: it gets these lines once it is open.
         self._messages: list[str] = []
 
@@ -198,10 +212,17 @@ class TrainingSession:
         if checkpoint is not None:
             check_resumable(checkpoint, self._description, self.plan)
             self.start_step = checkpoint.step
-            # Checkpoints of earlier versions do not count them.
-            self._num_unreadable = checkpoint.progress.get("unreadable", 0)
+            self._num_unreadable = checkpoint.progress["unreadable"]
             self._end_if_finished()
             refuse_other_start(self.folder, self.run)
+
+        # Later ones, which are damaged if there are any, are trained and evaluated again.
+        folders = []
+        if self.world.is_first:
+            folders = step_folders(self.store.folder)
+        reached = (each for each in folders if step_of(each) <= self.start_step)
+        best = gather_objects(best_of(reached))[0]
+        self._best_score: Score | None = best and best[1]
         return checkpoint
 
     def _initial_model(
@@ -318,8 +339,10 @@ class TrainingSession:
         is_first = self.world.is_first
 
         # What later commands read: settings, and the names of the classes.
+        card = f"{run.card}\nRun: {run.stage} {facts}".strip()
         if is_first:
-            write_text(folder / "config.yaml", run_to_yaml(run))
+            described = run.model_copy(update={"card": card})
+            write_text(folder / CONFIG_NAME, run_to_yaml(described))
             if self.objective.trains_classifier:
                 write_json(folder / CLASSES_NAME, list(self.data.classes))
 
@@ -338,7 +361,7 @@ class TrainingSession:
             tags=tags,
             resume_step=self.start_step,
             is_writer=is_first,
-            note="\n\n".join([CARD_KEY.sub(r"\n**\1:** ", run.card), facts]).strip(),
+            note=CARD_KEY.sub(r"\n**\1:** ", card).strip(),
             origin=self._source,
             say=say,
         )
@@ -384,7 +407,8 @@ class TrainingSession:
         dtype = str(engine.dtype).removeprefix("torch.")
         return (
             f"{start}; {num_parameters:.1f} M parameters at {arch.image_size} px"
-            f", {plan.num_samples} images, {num_classes} classes; {plan.equation}; "
+            f", {plan.num_samples} images of {redact(run.data.path)}, {num_classes} classes; "
+            f"{plan.equation}; "
             f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
             f"ZeRO {run.engine.zero_stage}; "
             f"decoder {resolve_decoder(run.data.decoder)}; "
@@ -409,7 +433,26 @@ class TrainingSession:
             self.engine.set_learning_rate(self.lr)
             yield step
         self._report(self.store.wait())
-        self.log.say(f"done: {self.folder} at step {plan.total_steps}")
+        if self.world.is_first:
+            self._say_end()
+
+    def _say_end(self) -> None:
+        """What was trained, how good it is, and what to do with it."""
+        duration = format_duration(time.monotonic() - self._opened)
+        num_steps = self.plan.total_steps - self.start_step
+        text = f"done: {self.folder}, {num_steps:,} steps in {duration}"
+        best = best_of(step_folders(self.store.folder))
+        if best is not None:
+            score = best[1]
+            text += f"; best {score['metric']} {score['value']:.4f} at step {step_of(best[0]):,}"
+        quoted = quote(str(self.folder))
+        use = f"finetune CONFIG init={quoted} data.path=SHARDS"
+        if self.objective.trains_classifier:
+            use = f"predict init={quoted} IMAGES"
+        self.log.say(
+            f"{text}\nnext: vitscale {use}\n      vitscale visualize init={quoted}\n"
+            f"      vitscale compare {quoted} OTHER_RUN"
+        )
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """The micro-batches of this rank in a step, on the device, random state set for each."""
@@ -468,33 +511,46 @@ class TrainingSession:
         # All ranks agree on what is due now: a signal may have reached only one of them.
         preempted = self.preemption.set_on_any_rank() and not is_last
         is_saved = is_last or preempted or done % self.run.checkpoint.every_steps == 0
+        is_evaluated = bool(self.evaluations.due(done, is_last=is_last))
 
         # A save ends the interval, so that no checkpoint holds a part of one.
-        if is_saved or done % self.run.tracking.log_every_steps == 0:
+        is_logged = done % self.run.tracking.log_every_steps == 0
+        if is_saved or is_evaluated or is_logged:
             self._report(self.store.take_committed())
             self.log.write(done, lr=self.lr)
 
-        if self.evaluations.due(done, is_last=is_last):
+        score: Score | None = None
+        if is_evaluated:
             with self.log.not_counting():
-                self._evaluate(done, is_last=is_last)
+                score = self._evaluate(done, is_last=is_last)
         if is_last:
             self.objective.draw(self)
+
+        # The best one so far is kept beside the newest ones.
+        best = self._best_score
+        if score is not None and (best is None or score["order"] > best["order"]):
+            self._best_score = score
+            is_saved = True
 
         # Saved last: a checkpoint means that everything up to its step was logged.
         if is_saved:
             with self.log.not_counting():
-                self._save(done)
+                self._save(done, score)
         if preempted:
             self._report(self.store.wait())
-            self.log.say(f"stopped by a signal at step {done}; rerun to resume")
+            kept = f"{done} of {self.plan.total_steps} steps are kept"
+            self.log.say(f"stopped by a signal: {kept}; the same command resumes")
             raise SystemExit(EXIT_STOPPED_RESUMABLE)
 
-    def _evaluate(self, done: int, *, is_last: bool) -> None:
+    def _evaluate(self, done: int, *, is_last: bool) -> Score | None:
+        """Log what is due. Returns its main metric."""
         self.watchdog.mark("evaluating")
         assert self.val_index is not None
         images = f"{self.val_index.num_samples} images of {self.run.data.evaluated}"
+        found: dict[str, float] = {}
         try:
             for metrics in self.evaluations.run(done, is_last=is_last):
+                found |= metrics
                 self.log.tracker.log(metrics, step=done)
                 shown = ", ".join(
                     f"{name} {value:.4f}" for name, value in metrics.items()
@@ -503,8 +559,10 @@ class TrainingSession:
         except NonFiniteOutputs as error:
             # A long training survives it: fp16 may overflow once. Broken weights end it elsewhere.
             self.log.say(f"step {done}: not evaluated: {error.what}")
+            return None
+        return score_of(found)
 
-    def _save(self, done: int) -> None:
+    def _save(self, done: int, score: Score | None) -> None:
         """Start saving everything that the next step depends on; committed in the background."""
         self.watchdog.mark("saving")
         self._report(self.store.wait(say=self.log.say))
@@ -514,6 +572,7 @@ class TrainingSession:
             progress={
                 "samples_seen": done * self.plan.global_batch,
                 "unreadable": self.log.num_unreadable,
+                "score": score,
                 "optimizer_steps": self.engine.optimizer_steps(),
                 "engine": self.engine.export_counters(),
             },
@@ -761,13 +820,10 @@ def _changes(
     folder: Path, run: TrainingRun
 ) -> dict[str, tuple[str | None, str | None]]:
     """Settings of the last start and of this one that differ; none if the file is unreadable."""
-    try:
-        last = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    if not isinstance(last, dict):
-        return {}
-    return changed_settings(last, run.model_dump(mode="json"), purpose="resume")
+    with suppress(UserError):
+        last = read_values(folder / CONFIG_NAME)
+        return changed_settings(last, run.model_dump(mode="json"), purpose="resume")
+    return {}
 
 
 def _same_start(key: str, before: str, now: str) -> bool:

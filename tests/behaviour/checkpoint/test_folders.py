@@ -10,13 +10,15 @@ import pytest
 
 from tests.support.light_checkpoints import flip, light_save, tensor_file
 from tests.support.ranks.thread_ranks import run_ranks
-from tests.support.tables import every, refused
+from tests.support.tables import every, refused, rows
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
+    best_of,
     manifest_text,
     newest_checkpoint,
     read_checkpoint,
     step_folders,
+    step_of,
 )
 from vitscale.config.errors import StorageError, UserError
 from vitscale.distributed import atomic_files
@@ -225,3 +227,41 @@ def test_ranks_share_the_verification_and_agree(tmp_path, monkeypatch, num_damag
         assert "step-00000002/rank-00003.safetensors" in complaints[0]
     else:
         assert "none that can be read" in found[0]
+
+
+@rows("""
+- [keep, scores, kept]
+- [2, {1: null, 2: null, 3: null}, [3, 2]]
+- [2, {1: 0.9, 2: 0.5, 3: null, 4: null}, [4, 3, 1]]
+- [1, {1: 0.5, 2: 0.9, 3: 0.7}, [3, 2]]
+- [1, {1: 0.5, 2: 0.5, 3: 0.4}, [3, 1]]
+- [2, {1: 0.1, 2: 0.2, 3: 0.3}, [3, 2]]
+""")
+def test_the_best_checkpoint_stays_beside_the_newest(
+    tmp_path: Path, keep: int, scores: dict[int, float | None], kept: list[int]
+) -> None:
+    """Of equal ones the first; a run that resumes takes the newest, other commands the best."""
+    folder = tmp_path / "checkpoints"
+    for step, score in scores.items():
+        light_save(folder, step=step, keep=keep, score=score)
+    assert [step_of(path) for path in step_folders(folder)] == kept
+    newest, _ = newest_checkpoint(folder)
+    assert newest is not None and newest.step == kept[0]
+    best = best_of(step_folders(folder))
+    values = {step: score for step, score in scores.items() if score is not None}
+    expected = max(values, key=lambda step: values[step], default=None)
+    assert expected == (best and step_of(best[0]))
+
+
+def test_a_best_checkpoint_that_is_lost_harms_nothing(tmp_path: Path) -> None:
+    """The best of those that are there is kept from then on."""
+    folder = tmp_path / "checkpoints"
+    for step, score in {1: 0.9, 2: 0.5, 3: 0.6}.items():
+        light_save(folder, step=step, keep=1, score=score)
+    (folder / "step-00000001" / RANK_FILE).unlink()
+    light_save(folder, step=4, keep=1)
+    assert [step_of(path) for path in step_folders(folder)] == [4, 3]
+    # A save of a better one that never became whole.
+    (folder / ".step-00000005.killed.tmp").mkdir()
+    light_save(folder, step=6, keep=1)
+    assert [step_of(path) for path in step_folders(folder)] == [6, 3]

@@ -25,7 +25,7 @@ from vitscale.checkpoint.folders import (
 )
 from vitscale.checkpoint.store import (
     CheckpointStore,
-    FolderTakenError,
+    FolderBusyError,
     read_tensors,
     run_folder_lock,
 )
@@ -350,7 +350,7 @@ def test_a_second_job_is_refused_at_once(folder, monkeypatch):
         with refused(f"another job .*process {os.getpid()} on"):
             lock(folder).__enter__()
         monkeypatch.setenv("SLURM_JOB_ID", "17")
-        with pytest.raises(FolderTakenError, match="another job") as taken:
+        with pytest.raises(FolderBusyError, match="another job") as taken:
             lock(folder).__enter__()
         assert taken.value.kind is FailureKind.OTHER
     with lock(folder):
@@ -400,7 +400,7 @@ def test_of_starts_at_the_same_moment_one_gets_the_folder(
 
     def start(number):
         node.number = number
-        with contextlib.suppress(FolderTakenError), lock(folder):
+        with contextlib.suppress(FolderBusyError), lock(folder):
             all_know.wait(10)
             return True
         all_know.wait(10)

@@ -1,5 +1,6 @@
 """Switches, overrides, --help, and the end of a script."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ import pytest
 
 from finetune.settings import PredictRun
 from pretrain.run import PretrainRun
-from tests.support.tables import every, refused
+from tests.support.tables import every, lines, refused, rows
+from tests.support.waiting import PATIENCE_S
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserErrors, run_script
 
@@ -125,3 +127,95 @@ def test_a_pipe_other_than_the_output_still_fails():
 
     with pytest.raises(BrokenPipeError, match="of a worker"):
         run_script(fail)
+
+
+@lines("""
+words | message
+--data.path x | next: write data.path=x\\Z
+--seed=5 | next: write seed=5\\Z
+--seed | next: write seed=VALUE\\Z
+--config runs/old | next: resume this run by its settings: runs/old/config
+--config b/nothing.yaml | no file b/nothing.yaml\\n  next: `vitscale configs` lists
+""")
+def test_a_slip_is_answered_with_the_right_words(words, message):
+    Path("runs/old").mkdir(parents=True)
+    Path("runs/old/config.yaml").touch()
+    with pytest.raises(UserErrors, match=message):
+        command("--config", "a.yaml", *words.split())
+
+
+@rows("""
+- [given, steps, epochs, says]
+- [steps=5, 5, null, schedule.steps replaces schedule.epochs=3 of a.yaml:1]
+- [epochs=7, null, 7, ""]
+- [epochs=null schedule.steps=5, 5, null, ""]
+- [steps=null, null, 3, ""]
+""")
+def test_a_length_on_the_command_line_replaces_that_of_the_file(
+    given, steps, epochs, says, capsys
+):
+    schedule = command("--config", "a.yaml", *f"schedule.{given}".split()).run.schedule
+    assert (schedule.steps, schedule.epochs) == (steps, epochs)
+    assert capsys.readouterr().err.strip() == says
+
+
+def test_names_of_evaluations_are_a_list_of_them():
+    run = command("--config", "a.yaml", "evaluate=knn, few_shot").run
+    assert [each.name for each in run.evaluate] == ["knn", "few_shot"]
+
+
+INTERRUPTED = """
+import os, signal, time, weakref
+from vitscale.config import errors
+errors.INTERRUPT_S = 1
+class Some: pass
+def press(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+def work():
+    press()
+    time.sleep(60)
+def cut_import():
+    try:
+        work()
+    except KeyboardInterrupt:
+        raise ImportError("cut off") from None
+def callback():
+    weak = weakref.ref(Some(), press)
+    time.sleep(60)
+def clean_up():
+    try:
+        work()
+    finally:
+        work()
+def before():
+    pass
+with errors.interrupts_deferred():
+    if CASE is before:
+        press()
+    errors.run_script(work if CASE is before else CASE)
+"""
+
+
+@every(case="work, cut_import, callback, clean_up, before")
+def test_ctrl_c_is_one_line(case: str) -> None:
+    """In whatever it meets: an import, a callback that drops the exception, a clean-up."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.replace("CASE", case)],
+        capture_output=True, text=True, timeout=PATIENCE_S,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "\nstopped by Ctrl-C\n"
+
+
+def test_a_background_job_ignores_ctrl_c() -> None:
+    code = (
+        "import os, signal\nfrom vitscale.config.errors import run_script\n"
+        "run_script(lambda: os.kill(os.getpid(), signal.SIGINT))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

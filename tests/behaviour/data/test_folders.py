@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune.images import find_files
+from finetune.settings import check_paths
 from launch.demo import link_some
 from tests.support.tables import refused
 from vitscale.data.folders import files_below, folders_in
@@ -62,4 +63,4 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(NotADirectoryError):
         list(files_below(tmp_path / "in/file"))
     with refused("no such file or folder"):
-        find_files([str(tmp_path / "gone")])
+        check_paths("hf://a/b", [str(tmp_path / "gone"), "s3://a/b"])

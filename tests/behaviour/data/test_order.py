@@ -26,8 +26,8 @@ from vitscale.distributed.random_numbers import (
     mix,
     permutation,
     stream_key,
-    uniform_rows,
 )
+from vitscale.objectives.draws import uniform_rows
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(
     lambda x: sum(x) > 0

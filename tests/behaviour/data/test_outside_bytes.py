@@ -98,9 +98,8 @@ def overlapping(path: Path) -> Path:
     with zipfile.ZipFile(path, "a") as file:
         for number in range(1, 30):
             again = zipfile.ZipInfo(f"{number}.npy")
-            for (
-                field
-            ) in "header_offset compress_size file_size CRC compress_type".split():
+            fields = "header_offset compress_size file_size CRC compress_type"
+            for field in fields.split():
                 setattr(again, field, getattr(file.filelist[0], field))
             file.filelist.append(again)
             file.NameToInfo[again.filename] = again

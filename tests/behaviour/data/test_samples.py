@@ -17,10 +17,8 @@ from tests.support.range_server import served
 from tests.support.tables import every, refused
 from vitscale.config.errors import StorageError
 from vitscale.data.index import read_split
-from vitscale.data.loader import evaluation_batches
 from vitscale.data.samples import (
     Augmentation,
-    EvaluationSamples,
     Samples,
     StreamedSamples,
     TrainingSamples,
@@ -30,6 +28,7 @@ from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 from vitscale.distributed import atomic_files
 from vitscale.distributed.random_numbers import CounterRandom
+from vitscale.evaluation.samples import EvaluationSamples, evaluation_batches
 from vitscale.images import crops
 
 SIZE = 16

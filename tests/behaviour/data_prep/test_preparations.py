@@ -5,12 +5,12 @@ import hashlib
 import os
 import random
 import re
+import signal
 import tarfile
 import tracemalloc
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from threading import Event
 from unittest import mock
 
 import numpy as np
@@ -284,13 +284,13 @@ def test_a_listing_that_is_cut_off_keeps_the_work(tmp_path, monkeypatch):
 
     def stopped(*arguments, **options):
         with suppress(SystemExit):  # as callbacks of weak references do
-            work._stop()
+            work._stop(signal.SIGTERM, None)
         yield from listed(*arguments, **options)
 
     for fault, error in ((lost, StorageError), (stopped, SystemExit)):
         with monkeypatch.context() as patch:
             patch.setattr(ImageFolder, "inputs", fault)
-            patch.setattr(work, "_stopped", Event())
+            patch.setattr(work, "_exit_code", 0)
             patch.setattr(work.signal, "signal", lambda *_: None)
             with pytest.raises(error, match=r"the source cannot be read|^75$"):
                 prepare_here(run)

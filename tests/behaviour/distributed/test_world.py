@@ -28,9 +28,9 @@ from vitscale.distributed.world import (
     PreemptionFlag,
     World,
     _choose_interface,
-    _complete_environment,
     _join,
     _pick_device,
+    _read_environment,
     process_group,
 )
 
@@ -216,7 +216,7 @@ def test_a_process_without_a_launcher_is_alone_whatever_the_shell_says(
     assert {*STALE} == {*LAUNCHER_VARIABLES}
     environment = {name: STALE[name] for name in names}
     monkeypatch.setattr(os, "environ", environment)
-    _complete_environment()
+    _read_environment()
     port = int(environment.pop("MASTER_PORT"))
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     assert environment == alone | {"MASTER_ADDR": "127.0.0.1"}
@@ -235,7 +235,7 @@ def test_a_launcher_is_obeyed(
 ) -> None:
     given = {**STALE, "RANK": "9"}
     monkeypatch.setattr(os, "environ", dict(given))
-    _complete_environment()
+    _read_environment()
     assert os.environ == given and capsys.readouterr().err == ""
 
 
@@ -261,7 +261,7 @@ def test_variables_that_name_no_rank_are_one_error(
     """A container's orchestrator sets some of them for services of the same name."""
     monkeypatch.setattr(os, "environ", {**STALE, "RANK": "9", **changes})
     with refused(f"(?s)^{name}: is .*unset RANK") as caught:
-        _complete_environment()
+        _read_environment()
     assert repr(changes[name]) in str(caught.value)
 
 
@@ -319,9 +319,25 @@ def test_repeated_stop_signal_is_ignored(number: signal.Signals) -> None:
     with PreemptionFlag() as stop:
         os.kill(os.getpid(), number)
         assert stop.set_on_any_rank()
-    for again in STOP_SIGNALS:
+    for again in (signal.SIGTERM, signal.SIGUSR2):
         assert signal.getsignal(again) is signal.SIG_IGN
         os.kill(os.getpid(), again)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_second_ctrl_c_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while it closes its files; a background job ignores all of them."""
+    ended: list[int] = []
+    monkeypatch.setattr(world_module, "end_now", ended.append)
+    with PreemptionFlag() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.set_on_any_rank() and not ended
+    os.kill(os.getpid(), signal.SIGINT)
+    assert ended == [130]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with PreemptionFlag() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not stop.set_on_any_rank()
 
 
 @pytest.mark.usefixtures("handlers")
@@ -338,5 +354,5 @@ def test_a_late_signal_is_ignored_where_another_rank_had_the_first(
     with PreemptionFlag() as stop:
         stop._group = SimpleNamespace()  # type: ignore[assignment]  # of two ranks
         assert [stop.set_on_any_rank() for _ in range(2)] == [False, True]
-    for number in STOP_SIGNALS:
+    for number in (signal.SIGTERM, signal.SIGUSR2):
         assert signal.getsignal(number) is signal.SIG_IGN

@@ -25,7 +25,7 @@ def config(
     **raw,
 ):
     return deepspeed_config(
-        EngineSettings(zero_stage=stage),  # 0 to 3
+        EngineSettings(zero_stage=stage),
         micro_batch=4,
         accumulation=accumulation,
         world_size=world_size,

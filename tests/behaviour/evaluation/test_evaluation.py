@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from PIL import Image
 from scipy.stats import binomtest
 
 from tests.support.corpora.shard_folders import make_shard_folder, write_shard_folder
@@ -31,7 +30,7 @@ from vitscale.data.index import INDEX_NAME, SplitIndex, read_split
 from vitscale.data.label_spaces import SUBSETS, known_space, timm_file
 from vitscale.evaluation import registry
 from vitscale.evaluation.classification import Classification, ClassificationSettings
-from vitscale.evaluation.confusion import Confusion, ConfusionSettings, examples
+from vitscale.evaluation.confusion import Confusion, ConfusionSettings
 from vitscale.evaluation.evaluation import (
     Evaluation,
     NonFiniteOutputs,
@@ -105,7 +104,7 @@ def test_features_are_computed_once_whoever_asks():
     assert sorted(every.samples) == list(range(30))
     assert torch.equal(every.values_ND, split.values[torch.from_numpy(every.samples)])
     right = every.values_ND[:, :3].argmax(dim=1) == every.labels_N
-    counted = every.num_correct(lambda v: v[:, None, :3], device=WORLD.device, size=7)
+    counted = every.num_correct(lambda v: v[:, None, :3], world=WORLD, size=7)
     assert counted.tolist() == [right.sum()]
 
     # A second evaluation gets what the first one computed.
@@ -410,22 +409,12 @@ def test_the_surest_mistakes_are_drawn_first(tmp_path, monkeypatch) -> None:
 # ---- confusion -----------------------------------------------------------------------------------
 
 
-def test_examples_show_each_wrong_class_once():
-    """The most frequent first; of equally frequent ones the first label."""
-    guesses = enumerate((2, 1, 2, 1, 2, 0, 0))
-    found = np.array([(n == 6, guess, 10 + n) for n, guess in guesses], np.int64)
-    assert examples(found[::-1], 0, count=4) == [(2, 10), (1, 11)]
-    assert examples(found, 0, count=1) == [(2, 10)]
-    assert examples(found[1:], 0, count=4) == [(1, 11), (2, 12)]
-
-
-def test_equal_classes_and_confusions_have_the_order_of_labels(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Confusion, "_draw", lambda *each: drawn.extend(each[2]))
+def test_equal_confusions_have_the_order_of_labels(tmp_path):
     logits = torch.eye(4)[[3, 2, 1, 0, 0]]
     subject = given_outputs(logits, [2, 1, 0, 0, 3], folder=tmp_path)
-    Confusion(ConfusionSettings(num_classes=3)).metrics(subject)
-    assert [label for label, *_ in drawn] == [1, 2, 3]
+    # Of four classes one is right half of the time.
+    metrics = Confusion(ConfusionSettings(num_classes=4)).metrics(subject)
+    assert metrics == {"worst_classes_top1": 0.125}
     lines = (tmp_path / "confusion.csv").read_text().splitlines()[1:]
     assert lines == "0,1,1 1,2,1 2,3,1 3,0,1 0,0,1".split()
 
@@ -443,8 +432,6 @@ def test_files_and_metric_equal_a_case_by_hand(tmp_path):
     assert found == {"worst_classes_top1": 0.5}
     lines = (tmp_path / "files/confusion.csv").read_text().splitlines()
     assert lines == "class,predicted,images $a_,b,1 b,b,2 $a_,$a_,1".split()
-    with Image.open(tmp_path / "files/worst_classes.png") as picture:
-        assert np.array(picture.convert("L")).std() > 5
 
 
 # ---- subsets -------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def test_accuracies_equal_a_direct_solve_of_every_draw():
     assert len(subject.extracted[0]) < 25
     assert len(subject.extracted[1]) == 60
     subject = array_subject(train, val)  # nothing extracted yet
-    subject.model.known_outputs = ("representation",)  # the stand-in
+    subject.model.known_outputs = ("representation",)
     assert FewShot(FewShotSettings(shots=(1, 3), num_draws=2)).metrics(subject) == found
 
 
@@ -257,7 +257,7 @@ def test_heads_on_blocks_see_four_choices_of_columns():
         clusters(name="train", width=10), clusters(name="test", width=10)
     )
     assert probe(inputs="blocks").metrics(subject)["linear_top1"] > 0.9
-    subject.model.known_outputs = ("logits", "features")  # the stand-in
+    subject.model.known_outputs = ("logits", "features")
     with refused("class token"):
         probe(inputs="blocks").check(subject)
 
@@ -273,7 +273,7 @@ def test_heads_equal_torch_sgd():
     labels = torch.arange(40) % 3
     order = np.random.default_rng(0).permutation(40)
     rows = Features(samples=order, values_ND=values[order], labels_N=labels[order])
-    options = {"chosen": CHOSEN, "num_classes": 3, "device": WORLD.device}
+    options = {"chosen": CHOSEN, "num_classes": 3, "world": WORLD}
     settings = LinearHeadsSettings(
         learning_rates=THREE_RATES, steps=STEPS, batch=BATCH, seed=1
     )

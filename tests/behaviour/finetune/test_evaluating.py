@@ -25,6 +25,7 @@ from tests.support.corpora.shard_folders import make_shard_folder, write_shard_f
 from tests.support.engine.small_models import small_model
 from tests.support.engine.subjects import WORLD
 from tests.support.tables import Values, every, refused, rows
+from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run
 from vitscale.data.index import read_split, sample_keys
 from vitscale.evaluation.evaluation import Share
@@ -115,6 +116,54 @@ def test_classes_in_another_order_give_the_same_metrics(shards, tmp_path, capsys
     assert [row["class"] for row in table] == list(CLASSES)
 
 
+LINEAR: Values = yaml.safe_load(
+    "{name: linear_heads, steps: 60, batch: 8, learning_rates: [0.0001, 0.3]}"
+)
+
+
+@rows("""
+- [settings]
+- [{}]
+- [{pool: gap}]
+- [{pool: cls_mean, pool_norm: false}]
+- [{num_classes: 0}]
+- [{representation_layer: true}]
+""")
+def test_a_linear_probe_leaves_a_model(
+    shards: Path, tmp_path: Path, settings: Values
+) -> None:
+    """Of other classes and pixels than the shards': with its new head it predicts as measured."""
+    pixels = {"mean": (0.4, 0.5, 0.6), "eval_resize": "center_crop"}
+    model = small_model(**{"num_classes": 7, "preprocessing": pixels, **settings})
+    init = saved(tmp_path / "init", model)
+    swapped = {"train_split": "test", "val_split": "train"}  # six images teach 18
+    run = evaluation(init, shards, [LINEAR, {"name": "knn", "k": 3}], **swapped)
+    expected = results(run)
+    written = Path(run.folder) / "evaluation/linear_model"
+    opened = open_model(str(written))
+    assert opened.classes == CLASSES and opened.preprocessing == model.preprocessing
+    again = evaluation(written, shards, LOGITS[:1], val_split="train")
+    found = results(again.model_copy(update={"output": str(tmp_path / "again")}))
+    assert found["top1"] == pytest.approx(expected["linear_top1"], abs=1e-9)
+    assert 0 < found["top1"] < 1
+    trunk = {k: v for k, v in model.network.state_dict().items() if "head" not in k}
+    theirs = opened.network.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in trunk.items())
+
+
+def test_no_model_is_left_where_no_single_head_saw_the_features(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_model(distillation_token=True, depth=4)
+    run = evaluation(saved(tmp_path / "a", model), shards, [LINEAR])
+    results(run)
+    blocks = small_model(depth=4)
+    saved(tmp_path / "b", blocks)
+    results(evaluation(tmp_path / "b", shards, [LINEAR | {"inputs": "blocks"}]))
+    assert not list(tmp_path.rglob("linear_model"))
+    assert "linear head" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("classes", "message"),
     [
@@ -154,8 +203,16 @@ def predicted(
     output = place / "predictions.csv"
     values |= {"output": str(output), "top": 2, "compute": {"batch": 4}}
     run = PredictRun.model_validate(values)
-    lines = list(predict_images(run, open_model(str(folder)), find_inputs(run), WORLD))
-    return lines, list(csv.DictReader(open(output)))
+    lines = []
+    try:
+        for line in predict_images(
+            run, open_model(str(folder)), find_inputs(run), WORLD
+        ):
+            lines.append(line)
+    except UserError as error:
+        lines.append(error.what)
+    rows = list(csv.DictReader(open(output))) if output.exists() else []
+    return lines, rows
 
 
 def test_predictions_meet_labels_whatever_their_order(shards, tmp_path):
@@ -193,7 +250,9 @@ def test_images_that_cannot_be_read_are_neither_right_nor_wrong(
     assert lines[0].endswith(": 6 images, 4 of them unreadable")
     assert lines[1] == f"top-1 {right / 2:.2%} of 2 images with a label"
     assert [line.split(": ")[1] for line in lines[2:5]] == keys_of("0 1 2", "test")
-    assert lines[5:] == ["... 1 more, with the reason in column error"]
+    # The last one is an error, so that the command's exit code is 2.
+    more = "... 1 more, with the reason in column error"
+    assert lines[5:] == [more, "4 of 6 could not be read"]
 
 
 def test_tables_of_ranks_are_joined_in_the_memory_of_one_row_group(tmp_path):
@@ -254,9 +313,9 @@ def test_outputs_that_are_no_numbers_are_an_error(shards, tmp_path, value):
     for evaluate in (*LOGITS, *PROBES):
         with refused(r"not finite .NaN or infinity.: \d+ of \d+ images"):
             evaluate_run(evaluation(folder, shards, [evaluate]), WORLD)
-    with refused("outputs are not finite"):
-        predicted(folder, shards, tmp_path)
-    assert not (tmp_path / "predictions.csv").exists()
+    said, rows = predicted(folder, shards, tmp_path)
+    assert "outputs are not finite" in said[-1]
+    assert rows == []
 
 
 # What is evaluated now, after the results of another evaluation -> the setting that differs.
@@ -290,7 +349,7 @@ def test_results_of_another_evaluation_are_never_replaced(tmp_path, monkeypatch)
         return Path("runs/x/results.json").read_bytes()
 
     before = evaluate({})
-    stale = Path("runs/x/evaluation/worst_classes.png")
+    stale = Path("runs/x/evaluation/confusion.csv")
     stale.touch()  # of an evaluation that is not asked for any more
     assert evaluate({}) == before
     assert not stale.exists()

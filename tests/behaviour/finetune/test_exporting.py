@@ -23,8 +23,8 @@ from finetune.settings import ExportRun
 from tests.support.corpora.image_samples import encoded, photograph
 from tests.support.engine.small_models import export, images_of, off_by, small_model
 from tests.support.tables import Values, every, refused, rows
-from vitscale.data.samples import EvaluationResize
 from vitscale.data.settings import DataSettings
+from vitscale.evaluation.samples import EvaluationResize
 from vitscale.evaluation.trained_model import SourceRun, open_model
 from vitscale.models.weights.reading import read_weights
 from vitscale.tracking.journal import Journal
@@ -351,3 +351,19 @@ def test_transformers_sees_the_pixels_of_timm(tmp_path, to, resize):
         assert grey.shape == (1, 3, SIDE, SIDE)
     labels = AutoConfig.from_pretrained(folder)
     assert [labels.id2label[label] for label in range(5)] == list("vwxyz")
+
+
+@every(to="timm, huggingface, safetensors")
+def test_the_card_has_the_whole_code_for_one_photograph(
+    to, tmp_path, monkeypatch, capsys
+):
+    folder = exported(tmp_path / "out", to, {})
+    monkeypatch.chdir(tmp_path)
+    PHOTO.save("PHOTO.jpg")
+    card = (folder / "README.md").read_text()
+    (code,) = re.findall("```python\n(.*?)```", card, re.S)
+    for part in code.replace("FOLDER", str(folder)).split("# or\n"):
+        exec(part, {})
+    # vitscale's code is the last one, and the others name the same class.
+    named = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert set(named) == {named[-1]} < set("vwxyz")

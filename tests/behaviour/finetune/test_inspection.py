@@ -43,8 +43,8 @@ from tests.support.engine.small_models import export, small_model
 from tests.support.engine.subjects import WORLD
 from tests.support.tables import refused
 from vitscale.data.index import read_split
-from vitscale.data.samples import EvaluationSamples
 from vitscale.data.settings import DataSettings
+from vitscale.evaluation.samples import EvaluationSamples
 from vitscale.evaluation.sheet import caption
 from vitscale.evaluation.trained_model import InferenceModel
 from vitscale.models.positions import sincos_position_embedding
@@ -265,7 +265,7 @@ def test_a_folder_gives_evenly_spaced_images_of_its_classes(tmp_path: Path) -> N
     assert "000.png: cannot identify image file" in skipped and " at 0x" not in skipped
     for path, split, message in (
         (tmp_path / "a/000.png", None, "no image can be read"),
-        (tmp_path / "no", None, "no such file"),
+        (tmp_path / "no", None, "No such file"),
         (tmp_path, "test", "only shards have splits"),
     ):
         with refused(message):
@@ -335,7 +335,7 @@ def test_unprepared_images_are_converted_as_shards_are() -> None:
         stored = check_image(content, settings=ImageSettings(), convert=True).content
         found = converted_pixels(content)
         assert found is not None and np.abs(found.int() - decoded(stored)).max() <= 10
-    for bad in (b"", b"no image", turned[:200], encoded(photo, "BMP")):
+    for bad in (b"", b"no image", turned[:200], encoded(photo, "PPM")):
         with pytest.raises((OSError, ValueError)):
             converted_pixels(bad)
 

@@ -42,7 +42,12 @@ def network(num_classes: int, *, seed: int = 0, **changes: Any) -> torch.nn.Modu
 
 
 def start(init: Path) -> tuple[list[str], torch.nn.Module]:
-    values: Values = {"name": "x", "init": str(init), "model": SMALL}
+    values: Values = {
+        "name": "x",
+        "init": str(init),
+        "model": SMALL,
+        "keep_head": False,
+    }
     values |= {"data": {"path": "none", "global_batch": 64}, "optim": {"lr": 0.1}}
     run = FinetuneRun.model_validate(values | {"schedule": {"steps": 1}})
     model = network(2, seed=1)
@@ -63,9 +68,11 @@ def test_training_says_what_the_weights_expect(tmp_path: Path) -> None:
     save_file(theirs, weights)
     said, model = start(weights)
     assert said[0] == f"starting from {weights}, timm's names"
-    assert "these weights probably expect model.gelu=erf; this run has tanh" in said
-    for key in ("mean=[0.485, 0.456, 0.406]", "std=[0.229, 0.224, 0.225]"):
-        assert any(f"data.{key}; this run has [0.5" in line for line in said)
+    assert said[1:] == [
+        "warning: this run has gelu=tanh mean=[0.5, 0.5, 0.5] std=[0.5, 0.5, 0.5]; its weights "
+        "probably expect other values; next: model.gelu=erf "
+        "'data.mean=[0.485, 0.456, 0.406]' 'data.std=[0.229, 0.224, 0.225]'"
+    ]
     assert torch.equal(model.get_parameter("cls_token"), theirs["cls_token"])
 
 
@@ -107,8 +114,10 @@ def write_run(
     return model
 
 
-def started(shards: Path, init: Path, **changes: Any) -> tuple[list[str], Any]:
-    values = values_of(shards, **changes) | {"init": str(init), "keep_head": True}
+def started(
+    shards: Path, init: Path, *, keep_head: Any = True, **changes: Any
+) -> tuple[list[str], Any]:
+    values = values_of(shards, **changes) | {"init": str(init), "keep_head": keep_head}
     run = FinetuneRun.model_validate(values)
     arch: Any = run.model.resolved(num_classes=2)
     model = build_model(arch, seed=1)
@@ -117,21 +126,26 @@ def started(shards: Path, init: Path, **changes: Any) -> tuple[list[str], Any]:
 
 @rows("""
 - [changes, said]
-- [{}, []]
-- [{model: {gelu: erf}}, [model.gelu=tanh; this run has erf]]
-- [{model: {layer_norm_eps: 0.1}}, [model.layer_norm_eps=1e-06; this run has 0.1]]
-- [{model: {pool: gap, class_token: true}}, [model.pool=cls; this run has gap]]
-- [{data: {mean: [0.2, 0.2, 0.2], std: [0.9, 0.9, 0.9]}}, ['data.mean=[0.5, 0.5,
-  0.5]; this run has [0.2, 0.2, 0.2]', 'data.std=[0.5, 0.5, 0.5]; this run has [0.9, 0.9,
-  0.9]']]
-- [{model: {dropout: 0.1, drop_path: 0.2}}, []]
+- [{}, null]
+- [{model: {gelu: erf}}, [gelu=erf, model.gelu=tanh]]
+- [{model: {layer_norm_eps: 0.1}}, [layer_norm_eps=0.1, model.layer_norm_eps=1e-06]]
+- [{model: {pool: gap, class_token: true}}, [pool=gap, model.pool=cls]]
+- [{data: {mean: [0.2, 0.2, 0.2], std: [0.9, 0.9, 0.9]}}, ['mean=[0.2, 0.2, 0.2] std=[0.9, 0.9,
+  0.9]', "'data.mean=[0.5, 0.5, 0.5]' 'data.std=[0.5, 0.5, 0.5]'"]]
+- [{model: {dropout: 0.1, drop_path: 0.2}}, null]
 """)
 def test_our_own_runs_are_compared_as_other_weights_are(
-    shards: Path, tmp_path: Path, changes: Values, said: list[str]
+    shards: Path, tmp_path: Path, changes: Values, said: list[str] | None
 ) -> None:
     write_run(tmp_path / "run", shards)
     lines, _ = started(shards, tmp_path / "run", **changes)
-    assert lines[2:] == [f"these weights expect {each}" for each in said]
+    expected = []
+    if said:
+        has, wants = said
+        expected = [
+            f"warning: this run has {has}; its weights expect other values; next: {wants}"
+        ]
+    assert lines[2:] == expected
 
 
 @words(kind="run safetensors huggingface")
@@ -179,6 +193,30 @@ def test_a_head_of_a_run_is_kept_by_name(shards: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "other", shards, classes=("dog", "owl"))
     with refused(r"\(dog, owl, ...\) include 1 of the 2"):
         started(shards, tmp_path / "other")
+
+
+@rows("""
+- [classes, changes, is_kept]
+- [[cat, dog], {}, true]
+- [[dog, cat], {}, true]
+- [[cat, owl], {}, false]
+- [[cat, dog, owl], {}, false]
+- [[cat, dog], {pool: gap}, false]
+- [[cat, dog], {representation_layer: true}, false]
+""")
+def test_by_default_a_head_is_kept_for_the_same_classes(
+    shards: Path, tmp_path: Path, classes: list[str], changes: Values, is_kept: bool
+) -> None:
+    theirs = write_run(tmp_path / "run", shards, classes=tuple(classes))
+    changes = {"class_token": True, **changes} if changes.get("pool") else changes
+    lines, model = started(shards, tmp_path / "run", keep_head="auto", model=changes)
+    if is_kept:
+        order = [classes.index(name) for name in CLASSES]
+        assert torch.equal(model.head.weight, theirs.head.weight[order])
+    else:
+        assert "the head is new: init has none for these classes" in lines
+        last = model.head if hasattr(model.head, "weight") else model.head[2]
+        assert not last.weight.any()
 
 
 def test_misfits_name_the_keys_that_would_fit(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""Comparing runs: budgets, seeds, varied settings, tables, files, the page; sending them."""
+"""Comparing runs: budgets, seeds, tables, files, the page; sending them."""
 
 from __future__ import annotations
 
-import csv
 import html
 import json
 import math
@@ -20,11 +19,11 @@ from launch.comparison.differences import (
     Budget,
     Points,
     compare,
-    dependences,
     parse_budget,
+    varied_settings,
 )
 from launch.comparison.page import MAX_CLASSES, MAX_POINTS, render
-from launch.comparison.report import tables, write_csv, write_json
+from launch.comparison.report import tables, write_json
 from launch.comparison.runs import ComparedRun, load_runs
 from launch.comparison.sync import final_status, sync
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
@@ -226,7 +225,7 @@ def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
     assert "flops" not in run("a", [0.1], folder=tmp_path).totals
 
 
-# ---- seeds and varied settings ----------------------------------------------------------------
+# ---- seeds ------------------------------------------------------------------------------------
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_group() -> None:
@@ -247,35 +246,6 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group() -> None:
     )
     assert table.rows == (("val/top1", "60.0 % ± 10.0 %", "50.0 % ± 0.0 %"),)
     assert compare([runs[2], runs[3]]).seeds == {}
-
-
-def test_the_result_over_a_varied_number_has_mean_and_deviation() -> None:
-    runs = [
-        run(
-            f"{size}-{rate}-{seed}",
-            [0.1, value + 0.02 * seed],
-            seed=str(seed),
-            size=size,
-            lr=rate,
-        )
-        for size, rate, value in (
-            ("s", "1e-3", 0.5),
-            ("s", "0.01", 0.6),
-            ("l", "0.01", 0.7),
-        )
-        for seed in (0, 1)
-    ]
-    (found,) = dependences(compare(runs))
-    assert (found.key, found.metric) == ("lr", "val/top1")
-    means = {
-        name: [(x, over.mean) for x, over in each]
-        for name, each in found.series.items()
-    }
-    assert means["size=s"] == [
-        (0.001, pytest.approx(0.51)),
-        (0.01, pytest.approx(0.61)),
-    ]
-    assert dependences(compare(runs[:2])) == []
 
 
 def test_runs_of_a_chain_are_told_by_their_stage(tmp_path: Path) -> None:
@@ -305,39 +275,30 @@ def test_runs_of_a_chain_vary_in_its_keys() -> None:
         )
         for stage in ("a", "b") for p in (1, 10)
     ]  # fmt: skip
-    (found,) = dependences(compare(runs))
-    assert found.key == "a.first_percent" and list(found.series) == [
-        "stage=a",
-        "stage=b",
-    ]
-    assert [(x, over.mean) for x, over in found.series["stage=b"]] == [
-        (1, 0.01),
-        (10, 0.1),
+    assert varied_settings(runs) == [
+        {"a.first_percent": str(p), "stage": stage}
+        for stage in ("a", "b")
+        for p in (1, 10)
     ]
 
 
 # ---- tables and files -------------------------------------------------------------------------
 
 
-def test_files_have_every_run_and_metric(tmp_path: Path) -> None:
+def test_the_file_has_every_run_and_metric(tmp_path: Path) -> None:
     compared = compare([run("a", [0.2, 0.4, math.nan]), run("b", [0.3])])
     assert tables(compared)[0].rows[1][4:6] == ("10", "0.0 min")
-    write_csv(compared, tmp_path / "c.csv")
     write_json(compared, tmp_path / "c.json")
-    rows = list(csv.DictReader((tmp_path / "c.csv").open()))
-    found = {
-        (row["run"], row["metric"]): (row["final"], row["equal"], row["best"])
-        for row in rows
-    }
-    assert found["a", "val/top1"] == ("nan", "0.2", "0.4")
-    assert found["b", "val/top1"] == ("0.3", "0.3", "0.3")
     read = json.loads((tmp_path / "c.json").read_text())
     assert {each["label"]: each["steps"] for each in read["runs"]} == {"a": 30, "b": 10}
     assert read["budget"] == {"axis": "steps", "total": 10.0}
-    final = read["metrics"][0]["final"]
+    line = read["metrics"][0]
+    assert [point["value"] for point in line["equal"]] == [0.2, 0.3]
+    assert [point["value"] for point in line["best"]] == [0.4, 0.3]
+    final = line["final"]
     assert final == [{"value": "NaN", "steps": [30]}, {"value": 0.3, "steps": [10]}]
     with refused("cannot be written"):
-        write_csv(compared, tmp_path / "c.csv" / "c.csv")
+        write_json(compared, tmp_path / "c.json" / "c.json")
 
 
 def test_a_result_of_zero_is_a_result() -> None:
@@ -531,7 +492,7 @@ def test_a_run_without_a_second_seed_is_ranked_beside_groups() -> None:
     assert verdict(*groups[:2]) == "A0 and 1 more has val/top1 70.5 % ± 0.7 %.\n"
 
 
-def test_runs_without_the_metric_are_named_with_their_last_value() -> None:
+def test_runs_without_the_metric_are_named() -> None:
     short, long = logged(*[{"val/top1": 0.5}] * 4, label="short"), [{"x": 1.0}] * 7
     late = logged(*long, {"val/top1": 0.9}, label="late")
     never = logged(*long, label="never")
@@ -541,9 +502,7 @@ def test_runs_without_the_metric_are_named_with_their_last_value() -> None:
     page = html.unescape(render(compare(runs, axis="steps")))
     for sentence in (
         "short is best at 4 steps: val/top1 50.0 % (step 4); next is other, 25.0 % (step 4).",
-        "late has no finite val/top1 at 4 steps; its last value is 90.0 % (step 8).",
-        "never has no finite val/top1 at 4 steps.",
-        "lost has no finite val/top1 at 4 steps; its last value is nan (step 8).",
+        "Not ranked at 4 steps, since they have no finite val/top1: late, never, lost.",
     ):
         assert f">{sentence}</p>" in page
     assert "late is best: val/top1 90.0 % (step 8)" in verdict(*runs)
@@ -552,9 +511,9 @@ def test_runs_without_the_metric_are_named_with_their_last_value() -> None:
         logged({"val/top1": v}, label=f"s{i}", seed=str(i))
         for i, v in enumerate((0.5, math.nan))
     )
-    assert "s1 has no finite val/top1; its last value is nan" in verdict(*seeds)
+    assert "Not ranked, since they have no finite val/top1: s1." in verdict(*seeds)
     many = [logged({"x": 1.0}, label=f"never{i}") for i in range(11)]
-    assert "So it is with 3 more runs." in verdict(short, *many)
+    assert "never3, never4 and 6 more." in verdict(short, *many)
 
 
 def test_evaluations_have_no_length() -> None:
@@ -759,20 +718,3 @@ def test_a_failing_server_gives_one_message(tmp_path: Path) -> None:
     with refused("(?s)cannot copy .*same command again"):
         sync([str(folder), "--uri", "http://127.0.0.1:1"])
     assert {path.name for path in folder.iterdir()} == before
-
-
-def test_names_that_mlflow_refuses_are_one_error_before_any_write(
-    tmp_path: Path,
-) -> None:
-    folder = logged_run(tmp_path / "run")
-    rows = ({"what?": 1.0}, {"a/../b": 2.0, "fine": 1.0}, {"x" * 251: 1.0})
-    lines = [
-        json.dumps({"step": i, "time": 1.0, **row}) for i, row in enumerate(rows, 1)
-    ]
-    (folder / "journal.jsonl").write_text("\n".join(lines) + "\n")
-    uri = f"sqlite:///{tmp_path}/store.db"
-    with refused(r"takes no metric or tag named 'a/../b', 'what\?'") as caught:
-        sync([str(folder), "--uri", uri])
-    assert "allowed: 1 to 250 letters" in caught.value.text()
-    assert not (tmp_path / "store.db").exists()
-    sync([str(folder), "--to", "tensorboard"])  # takes any name

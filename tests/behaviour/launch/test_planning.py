@@ -10,10 +10,12 @@ import yaml
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
+from launch.jobs.preparation import RUN_TYPES
 from launch.planning.dry_run import (
     Check,
     batch_script,
     check_data,
+    check_here,
     data_facts,
     describe,
     plan_rows,
@@ -189,6 +191,17 @@ def test_a_share_that_cannot_be_divided_well_is_a_warning(batch, tasks, nodes, p
     )
 
 
+def test_a_plan_that_fails_hides_no_other_error():
+    schedule = {"steps": 5, "warmup_steps": 10}
+    values = SECTIONS | {"data": DATA, "schedule": schedule}
+    wrong = {"preset": "Ti/16", "num_classes": 9}
+    run = PretrainRun.model_validate(values | {"model": wrong})
+    assert "\nerror       schedule.warmup_steps: 10 warm-up steps" in describe(run)
+    assert checked(model=wrong, schedule=schedule)["data"].detail.startswith(
+        "model.num_classes: 9 classes"
+    )
+
+
 def test_an_evaluation_can_be_submitted():
     overrides = ["launch.tasks_per_node=2", "model.num_heads=4"]
     run = load_run(
@@ -265,6 +278,44 @@ def test_missing_data_may_be_planned_and_weights_written_later():
     assert "runs/later does not exist here" in rows["weights"].detail
     random = run_checks(run.model_copy(update={"init": None}))
     assert "weights" not in {check.name for check in random}
+
+
+@rows("""
+- [stage, changes, message]
+- [pretrain, {engine: {device: cuda}}, "engine.device: cuda needs a GPU, and this machine"]
+- [pretrain, {engine: {precision: fp16}}, "engine.precision: fp16 needs a GPU"]
+- [pretrain, {data: {val_split: lost}}, no split 'lost']
+- [pretrain, {data: {path: lost, planned_num_samples: 9}}, "lost: no such folder"]
+- [pretrain, {output: file/run}, cannot write to]
+- [finetune, {init: runs/lost}, "init=runs/lost: no such run"]
+- [finetune, {init: "hf://no-owner"}, is not OWNER/NAME]
+- [evaluate, {init: runs/lost}, "init=runs/lost: no such run"]
+- [evaluate, {init: shards, compute: {device: cuda}}, "compute.device: cuda needs a GPU"]
+- [evaluate, {init: shards, data: {val_split: lost}}, no split 'lost']
+- [evaluate, {init: shards, evaluate: [{name: knn}], data: {train_split: lost}}, no split 'lost']
+""")
+def test_what_this_machine_lacks_is_found_before_a_start(
+    folder, monkeypatch, stage, changes, message
+):
+    """And nothing is written."""
+    monkeypatch.setattr("launch.planning.dry_run.has_gpu", lambda: False)
+    (folder.parent / "file").touch()
+    values = SECTIONS | changes | {"data": DATA | changes.get("data", {})}
+    if stage == "evaluate":
+        data = {"path": "shards", "val_split": "train"} | changes.get("data", {})
+        values = {"name": "x", "evaluate": [{"name": "classification"}]}
+        values |= changes | {"data": data}
+    run = RUN_TYPES[stage].model_validate(values)
+    before = sorted(folder.parent.rglob("*"))
+    with refused(message):
+        check_here(run, num_procs=2)
+    assert sorted(folder.parent.rglob("*")) == before
+
+
+def test_a_resume_needs_no_initial_weights(folder: Path) -> None:
+    run = FinetuneRun.model_validate(SECTIONS | {"data": DATA, "init": "runs/lost"})
+    Path("runs/x/checkpoints/step-00000001").mkdir(parents=True)
+    check_here(run, num_procs=2)
 
 
 def test_errors_refuse_a_run_and_warnings_are_printed(capsys):

@@ -1,5 +1,6 @@
 """The record of attempts, why each ended, and whether its job starts again."""
 
+import argparse
 import json
 import math
 import shutil
@@ -8,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import yaml
 
+from launch.jobs import queue
 from launch.jobs.attempts import (
     Attempt,
     Ending,
@@ -21,6 +24,7 @@ from launch.jobs.attempts import (
 from launch.jobs.requeue_decision import (
     blamed_node,
     classify,
+    finish_attempt,
     restart_refusal,
     storage_refusal,
     wait_for_storage,
@@ -354,6 +358,80 @@ def test_storage_needs_room_for_a_checkpoint(tmp_path):
     numbers = (0, 999, 1000, 292_990, 999_600, 12_500_000_000, 999_500_000, 2e15)
     assert "|".join(map(format_size, numbers)) == sizes
     assert len(list(step.parent.iterdir())) == 2
+
+
+@pytest.fixture
+def follows(tmp_path, monkeypatch, capsys):
+    """What is said after an attempt that ended with this line of srun, and the job's code."""
+    fields = f"JobState=RUNNING Partition=p NumNodes=1 EndTime={time.time() + 50:.0f}"
+
+    def ask(program, *arguments, **how):
+        if program == "sinfo":
+            return "n1 n2"
+        return arguments[-1] if "hostnames" in arguments else fields
+
+    def finish(folder, line, *, restart=0, job="17", code=137):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+        options = argparse.Namespace(
+            run_folder=tmp_path / folder,
+            job=job,
+            code=code,
+            signal_delay=30,
+            max_requeues=9,
+            fewest_nodes=None,
+            script=tmp_path / "job.sh",
+        )
+        job_code = finish_attempt(options, line.splitlines())
+        return f"{capsys.readouterr().err}code {job_code}"
+
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(queue, "ask_slurm", ask)
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("no time is left"))
+    return finish
+
+
+def test_a_moved_folder_is_not_made_again(follows, tmp_path):
+    said = follows("moved", "", code=0)
+    assert "was moved or removed" in said
+    assert said.endswith("code 74")
+    assert not (tmp_path / "moved").exists()
+    # The folder of an array's task is made at its start.
+    assert "requeueing job 17_3 (1 of 9)" in follows("run", KILLED, job="17_3")
+
+
+def test_the_second_failure_on_a_node_excludes_it(follows):
+    first = follows("run", KILLED)
+    assert "requeueing job 17 (1 of 9)" in first
+    assert "excluded" not in first
+    second = follows("run", KILLED, restart=1)
+    assert "requeueing job 17 (2 of 9)" in second
+    assert "n2 is excluded from job 17: its last two attempts failed there" in second
+
+
+def test_a_node_that_lacks_something_is_excluded_at_once(follows, tmp_path):
+    lacks = replace(ERROR, kind=FailureKind.NODE, attempt="17/0")
+    record_failure(tmp_path / "run", lacks)
+    assert "n2 is excluded from job 17: it lacks" in follows("run", KILLED)
+
+
+def test_the_time_limit_comes_before_storage_may_be_back(follows, tmp_path):
+    full = tmp_path / "run/checkpoints/step-00000010/rank-00000.safetensors"
+    full.parent.mkdir(parents=True)
+    with open(full, "wb") as file:
+        file.truncate(2 * shutil.disk_usage(tmp_path).free)
+    record_failure(tmp_path / "run", replace(STORAGE, attempt="17/0"))
+    assert "requeueing job 17 (1 of 9)" in follows("run", EXITED)
+
+    # Whatever srun says, a training that has its last checkpoint is done.
+    record_start(tmp_path / "run", first_step=0, total_steps=10)
+    (full.parent / "manifest.json").touch()
+    assert follows("run", "", restart=1) == "code 0"
+
+
+def test_the_code_of_srun_is_its_cause(tmp_path):
+    """128 and a signal's number is what a shell says of a command that a signal ended."""
+    assert "srun was ended by SIGTERM" in outcome(tmp_path / "a", "", code=143).reason
+    assert "code 7" in outcome(tmp_path / "b", "", code=7).reason
 
 
 # ---- the record --------------------------------------------------------------------------------

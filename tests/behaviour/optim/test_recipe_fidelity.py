@@ -145,6 +145,7 @@ NO_RECIPE = {
     "demo/finetune",
     "digits/pretrain",
     "digits/finetune",
+    "own",
 }
 
 

@@ -21,12 +21,12 @@ from pretrain.objectives.masked_patches import (
     colors,
     draw_corruption,
 )
+from pretrain.objectives.patches import random_orders, to_images, to_patches
 from pretrain.run import PretrainRun
 from tests.support.reference_losses import masked_autoencoder
 from tests.support.reference_training import Sample
 from tests.support.tables import Values, every, rows
 from vitscale.models import vit
-from vitscale.models.patches import random_orders, to_images, to_patches
 from vitscale.models.positions import mae_position_embedding
 from vitscale.models.settings import ViTSettings
 from vitscale.objectives.objective import Objective, Supervised, SupervisedSettings

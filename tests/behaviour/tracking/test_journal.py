@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import sys
 import tempfile
 from pathlib import Path
 
@@ -235,11 +236,19 @@ def test_progress_of_items_has_a_rate(capsys, monkeypatch):
             advance(num)
     with item_progress("short", total=2) as advance:
         advance(2)
+    with item_progress("another rank", total=9, is_shown=False) as advance:
+        for now[0] in (20.0, 30.0):
+            advance(1)
+    with item_progress("predict", total=9, file=sys.stderr) as advance:
+        now[0] = 50.0
+        advance(9)
     now[0] = 0.0
     with item_progress("list", total=9000, unit="units") as advance:
         for now[0], num in ((1.0, 1), (20.0, 1)):
             advance(num)
-    assert capsys.readouterr().out.splitlines() == [
+    shown = capsys.readouterr()
+    assert shown.err == "predict: 9 of 9, 0 images/s, 0 s left\n"
+    assert shown.out.splitlines() == [
         "verify: 30 of 90, 3 tars/s, 20 s left",
         "verify: 90 of 90, 8 tars/s, 0 s left",
         "list: 2 of 9,000, 0 units/s, 24 h 59 min left",

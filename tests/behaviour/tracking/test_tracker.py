@@ -12,13 +12,20 @@ import wandb
 import yaml
 
 from launch.comparison.sync import sync
-from tests.support.tables import Values, refused
+from tests.support.tables import Values, refused, words
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.packaged import SourceVersion
 from vitscale.distributed.events import read_events
 from vitscale.tracking import tracker as tracker_module
 from vitscale.tracking.journal import read_rows
-from vitscale.tracking.mlflow_sync import MlflowRun, read_record, stored_runs, upload
+from vitscale.tracking.mlflow_sync import (
+    MlflowRun,
+    Status,
+    close_run,
+    read_record,
+    stored_runs,
+    upload,
+)
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.tracker import Tracker, final_status
 
@@ -171,7 +178,7 @@ def test_what_a_run_shows_is_without_secrets(
     found = tags(store)
     expected = yaml.safe_load("""
     {mlflow.runName: digits, vitscale.stage: pretrain, vitscale.job_id: "4711", model: B/16,
-     optim: a, mlflow.note.content: "**What:** http://h", mlflow.source.git.dirty: "true"}
+     optim: a, mlflow.note.content: "**What:** http://h"}
     """)
     assert found.items() >= expected.items()
     assert found["mlflow.source.git.commit"] == "c" * 40
@@ -354,3 +361,23 @@ def test_final_status_follows_the_error():
         RuntimeError(): "FAILED",
     }
     assert {error: final_status(error) for error in endings} == endings
+
+
+@words(status="KILLED FAILED")
+def test_a_launcher_says_how_a_killed_process_ended(
+    open_tracker: Open, folder: Path, store: Store, status: Status
+) -> None:
+    """One that has said it itself is left alone, and so is a folder without a record."""
+    open_tracker().close(status="PAUSED")
+    close_run(folder, status, say=print)
+    assert select(store, "status from runs") == ["SCHEDULED"]
+    # Of a process that was killed there is no second event.
+    events = next(iter((folder / "events").iterdir()))
+    lines = [line for line in events.read_text().splitlines() if '"ended"' not in line]
+    events.write_text("\n".join(lines))
+    close_run(folder, status, say=print)
+    record = read_record(folder)
+    assert record is not None and record.status == status
+    assert select(store, "status from runs") == [status]
+    close_run(folder.parent, status, say=print)
+    assert not (folder.parent / "events").exists()

@@ -236,6 +236,7 @@ def test_rates_leave_out_evaluations_and_saves(
         ),
         objective=SimpleNamespace(draw=clock.spend(1e4)),
         _report=lambda commit: None,
+        _best_score=None,
         _evaluate=clock.spend(1000.0),
         _save=clock.spend(100.0),
     )
@@ -247,7 +248,7 @@ def test_rates_leave_out_evaluations_and_saves(
         clock.now += 3.0
         log.add_batch(batch)
         TrainingSession.end_step(session, step)
-    if log_every == 1:
+    if 1 in (log_every, evaluate_every):
         assert rates.pop(0) == pytest.approx(2 * 6 / 60)
     assert rates == [pytest.approx(2 * 6 / 3)] * len(rates)
     assert len(rates) >= 100 // log_every - 1
@@ -341,3 +342,18 @@ def test_means_by_name_are_over_ranks_and_finite_values(clock: Seconds):
     assert math.isnan(averages["b"])
     means.add({"a": torch.tensor(5.0)})
     assert means.read() == {"a": 5.0}
+
+
+def test_time_left_counts_evaluations_and_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A start of 50 s, a second a step, and 20 s for an evaluation before step 30."""
+    log: Any = SimpleNamespace(_paced_from=(0.0, 0), _start_step=0, _plan=PLAN)
+    for step, now, left in (
+        (10, 60, 540),
+        (20, 70, 80),
+        (30, 100, 140),
+        (40, 110, 100),
+    ):
+        monkeypatch.setattr(interval_log.time, "perf_counter", lambda now=now: now)
+        assert IntervalLog._seconds_left(log, step) == pytest.approx(left)

@@ -23,11 +23,11 @@ from vitscale.checkpoint.folders import Checkpoint
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.settings import DataSettings
-from vitscale.distributed.node_files import private_folder
 from vitscale.engine.engine import is_compiled
 from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation import trained_model
 from vitscale.evaluation.trained_model import takes_average
+from vitscale.models.interface import private_folder
 from vitscale.models.vit import compile_blocks
 from vitscale.runs.training import training_plan
 from vitscale.training import session

@@ -44,6 +44,7 @@ FILES = {
     "no_stage.yaml": VALID.replace("stage: pretrain\n", "") + "unknown: 1\n",
     "tune.yaml": VALID.replace("pretrain", "finetune"),
     "broken.yaml": "stage: pretrain\ndata: {path: [1\nname: x\n",
+    "tab.yaml": "stage: pretrain\n\tname: x\n",
     "lost.yaml": "base: nowhere.yaml\nname: x\n",
     "circle.yaml": "base: circle.yaml\nname: x\n",
     "choice/child.yaml": "base: parent.yaml\nobjective: {name: mae, label_smoothing: 0.2}\n",
@@ -66,7 +67,10 @@ a.yaml lr =3 a..b=3 optim.lr= optim.betas=[1, base=a.yaml
 a.yaml schedule.final_lr=.nan schedule.warmup_steps=-1
 a.yaml model.image_size=225
 a.yaml model.num_classes=0 objective.label_smoothing=1
-a.yaml schedule.steps=10
+a.yaml schedule.steps=10 schedule.epochs=2
+a.yaml evaluate=3 model.heads=4
+a.yaml evaluate=knn,knnn
+tab.yaml
 a.yaml objective.name=mea
 a.yaml launch.tasks_per_node=2 launch.gpus_per_node=4 launch.num_tasks=3
 a.yaml launch.sbatch.nodes=3 launch.sbatch.output=x launch.sbatch.N=1

@@ -132,7 +132,7 @@ def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm):
     plan = output.partition("# Plan\n")[2].partition("\n\n")[0]
     rows = dict(re.split(r"  +", line, maxsplit=1) for line in plan.splitlines())
     assert "lr: 0.002" in output
-    assert rows["batch"] == "global batch 2 = 2 ranks x 1 images x 1 accumulated"
+    assert rows["batch"] == "global batch 2 = 2 ranks x 1 images"
     assert rows["steps"].startswith("100 steps, 200 images = ")
     assert "0.002" in rows["learning rate"]
     assert "GFLOPs per training image" in rows["compute"]

@@ -1,18 +1,17 @@
 """Local jobs: stand-in stages as real processes, started as launch/local.py does."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from launch.jobs.attempts import Ending, read_attempts
-from launch.jobs.processes import LogTail, run_here
+from launch.jobs.processes import LogTail, StopFlag, run_here
 from launch.jobs.submission import StageJob
 from tests.support.tables import every, refused
 from tests.support.waiting import PATIENCE_S, ROOT, wait_until
@@ -62,6 +61,11 @@ def pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
     return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
 
 
+def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    assert any(text in line for line in iter(process.stdout.readline, ""))
+
+
 def await_end(pids: list[int]) -> None:
     """Wait until all have ended; by themselves they would live longer than the test."""
     wait_until(lambda: not any(map(is_alive, pids)), else_say=lambda: f"{pids} live on")
@@ -70,13 +74,15 @@ def await_end(pids: list[int]) -> None:
 WAITING = """
     import os, pathlib, signal, sys, time
     stop = []
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.append(1))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     pathlib.Path(f"pid-{os.getpid()}").touch()
     while not stop:
         time.sleep(0.05)
     if os.environ["RANK"] == "0":
         time.sleep(2)  # longer than the grace of ranks after one has failed
-        pathlib.Path("saved").touch()
+        pathlib.Path("checkpoints/step-00000012").mkdir(parents=True)
     sys.exit(75)
 """
 
@@ -127,7 +133,7 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path, death):
     assert attempt.reason.startswith("rank 1 ")
 
 
-@every(number=[signal.SIGTERM, signal.SIGHUP])
+@every(number=[signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_stops_with_a_checkpoint(tmp_path, number):
     early = start(
         tmp_path,
@@ -141,9 +147,10 @@ def test_a_signal_stops_with_a_checkpoint(tmp_path, number):
     process.send_signal(number)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75
-    assert "the same command resumes the run" in output
+    assert output.endswith(
+        "stopped: 12 steps are kept; the same command resumes the run\n"
+    )
     await_end(tasks)
-    assert (tmp_path / "saved").exists()
     assert [attempt.ending for attempt in read_attempts(tmp_path)] == [
         Ending.STOPPED
     ] * 2
@@ -180,16 +187,66 @@ STUBBORN = """
 """
 
 
-def test_ctrl_c_and_a_second_one_leave_no_process(tmp_path):
+def test_a_second_ctrl_c_kills_and_a_third_leaves_no_process(tmp_path):
     process = start(tmp_path, STUBBORN)
     tasks = pids(process, tmp_path)
     process.send_signal(signal.SIGINT)
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130
-    assert "Traceback" not in errors
+    wait_for_line(process, "Ctrl-C again kills")
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, errors) == (130, "")
+    assert output == "stopped; the same command starts the run again\n"
     await_end(tasks)
+    (attempt,) = read_attempts(tmp_path)
+    assert (attempt.ending, attempt.reason) == (Ending.STOPPED, "killed by Ctrl-C")
+
+
+def test_ctrl_c_ends_ranks_that_are_not_in_their_loop(tmp_path: Path) -> None:
+    """Such as an evaluation: one line, by the launcher."""
+    process = start(
+        tmp_path,
+        """
+        import os, pathlib, time
+        from vitscale.distributed.processes import run_rank_script
+        pathlib.Path(f"pid-{os.getpid()}").touch()
+        run_rank_script(lambda: time.sleep(1000))
+        """,
+    )
+    tasks = pids(process, tmp_path)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, errors) == (130, "")
+    assert output.endswith("kills\nstopped; the same command starts the run again\n")
+    await_end(tasks)
+
+
+def test_a_second_start_is_refused_and_records_nothing(tmp_path: Path) -> None:
+    """From the first moment on, and where ranks that no launcher has started hold the folder."""
+
+    def content() -> list[bytes]:
+        paths = [*(tmp_path / "events").iterdir(), *tmp_path.glob("*/rank_0_log.out")]
+        return [path.read_bytes() for path in paths]
+
+    process = start(tmp_path, WAITING)
+    wait_for_line(process, "running 2 proc")
+    before = content()[:1]
+    second = start(tmp_path, WAITING)
+    _, errors = second.communicate(timeout=PATIENCE_S)
+    assert second.returncode == 1 and "another job is training in this run" in errors
+    assert content()[:1] == before
+    pids(process, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=PATIENCE_S)
+
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print("process 17 on n1", file=lock, flush=True)
+        before = content()
+        third = start(tmp_path, WAITING)
+        _, errors = third.communicate(timeout=PATIENCE_S)
+    assert third.returncode == 1 and ": process 17 on n1" in errors
+    assert content() == before
 
 
 def test_a_closed_output_pipe_leaves_no_process(tmp_path):
@@ -244,9 +301,8 @@ def test_a_missing_interpreter_is_one_error(tmp_path):
     job = StageJob(
         script="stage.py", config=str(tmp_path / "c"), run_folder=str(tmp_path)
     )
-    stop = SimpleNamespace(is_set=False)
     with refused("'/lost/python' cannot be started"):
-        run_here(job, python="/lost/python", num_procs=2, stop=stop)
+        run_here(job, python="/lost/python", num_procs=2, stop=StopFlag())
     assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.FAILED]
 
 

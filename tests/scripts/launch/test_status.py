@@ -10,7 +10,7 @@ import pytest
 from launch.jobs.attempts import read_attempts
 from tests.scripts.launch.conftest import FakeSlurm
 from tests.support.golden import Golden
-from tests.support.tables import every
+from tests.support.tables import lines
 from tests.support.waiting import ROOT
 
 # What ranks leave behind: the start of a training of 100 steps, a logged step, its checkpoint.
@@ -36,7 +36,8 @@ cd $RUN/../..
 """
 # What the ranks did (the last step that they logged, and their end), and the job's state and reason
 # in the queue; without them SLURM does not answer.
-STATES = """\
+STATES = """
+name|ranks|state|reason
 queued||PENDING|Resources
 running|STEP 20, ASK, exit 0|RUNNING|None
 paused|STEP 20, END 75|PENDING|BeginTime
@@ -68,18 +69,18 @@ KEYS = (
 )
 
 
-@every(case=STATES.splitlines())
-def test_status_shows(case, slurm: FakeSlurm, golden: Golden):
-    name, ranks, *job = case.split("|")
-    answers = any(job)
+@lines(STATES)
+def test_status_shows(name, ranks, state, reason, slurm: FakeSlurm, golden: Golden):
+    answers = state != ""
     if answers:
         (link,) = (slurm.run_folder / "slurm").glob("*.sh")
         now = int(time.time())
-        nodes = "n[1-2]" if job[0] == "RUNNING" else ""
+        nodes = "n[1-2]" if state == "RUNNING" else ""
+        times = (now, nodes, now - 600)
 
         # Another job than the attempt's.
         number = "13" if name == "queued_again" else "12"
-        row = (number, number, *job, now, nodes, now - 600, f"/x/{link.name}")
+        row = (number, number, state, reason, *times, f"/x/{link.name}")
         slurm.write("queue", "|".join(map(str, row)) + "\n")
     if ranks:
         slurm.run_job(commands_of(ranks))
@@ -89,8 +90,8 @@ def test_status_shows(case, slurm: FakeSlurm, golden: Golden):
         text = slurm.call("launch/status.py", "runs/small", slurm=answers)
         values = slurm.call("launch/status.py", "runs/small", "--json", slurm=answers)
     (run,) = json.loads(values, parse_constant=pytest.fail)
-    lines = [f"{key}: {json.dumps(value_at(run, key))}" for key in KEYS]
-    golden.text(f"status/{name}.txt", "\n".join([normal(text), *lines, ""]))
+    shown = [f"{key}: {json.dumps(value_at(run, key))}" for key in KEYS]
+    golden.text(f"status/{name}.txt", "\n".join([normal(text), *shown, ""]))
 
 
 def value_at(run, path: str):
@@ -114,7 +115,8 @@ RECORDED = """mkdir -p "$RUN/events" && cat >> "$RUN/events/n1.jsonl" << END
 END
 """
 # What the ranks do, exit code of the job (?: any failure), whether it is requeued, in the log.
-ENDINGS = """\
+ENDINGS = """
+ranks|code|requeued|text
 exit 0|0|no|
 FAIL 1|1|yes|rank 1 on n2 ended with code 1
 KILLED|?|yes|rank 1 on n2 was ended by SIGKILL
@@ -127,9 +129,8 @@ FAIL 76|76|no|the training diverged
 """
 
 
-@every(case=ENDINGS.splitlines())
-def test_the_end_of_the_ranks_decides(case, slurm: FakeSlurm):
-    ranks, code, requeued, text = case.split("|")
+@lines(ENDINGS)
+def test_the_end_of_the_ranks_decides(ranks, code, requeued, text, slurm: FakeSlurm):
     ranks = re.sub(r"FAIL (\d+)", lambda found: FAILED.format(code=found[1]), ranks)
     ranks = ranks.replace("KILLED", KILLED)
     found = slurm.run_job(

@@ -20,7 +20,7 @@ LINEAR = "name: linear_heads, steps: 40, batch: 64, learning_rates: [0.001, 0.1]
 FEATURES = f"{BANK}, {{{LINEAR}}}"
 BLOCKS = f"{BANK}, {{{LINEAR}, inputs: blocks}}"
 LOGITS = "{name: classification}, {name: confusion}"
-FILES = {"calibration.csv", "confusion.csv", "per_class.csv", "worst_classes.png"}
+FILES = {"calibration.csv", "confusion.csv", "per_class.csv", "predictions.png"}
 SHORT = """
     data.num_workers=0 data.mixing=null model.depth=4 model.dropout=0 model.drop_path=0
     optim.lr=0.003 schedule.steps=6 schedule.warmup_steps=0

@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ import yaml
 from huggingface_hub import constants
 
 from tests.scripts.models.conftest import NPZ, Scripts
+from tests.support.engine.small_models import export, small_model
 from tests.support.range_server import Answering, listening
 from tests.support.tables import refused
 from vitscale import load_model
@@ -206,6 +208,43 @@ def test_what_is_pushed_comes_back_in_equal_bits(
     assert record.tags["vitscale.init"] == f"{HF}@{commit}"
 
 
+OWN = """
+    data.global_batch=8 data.num_workers=0 schedule.epochs=null schedule.steps=2
+    schedule.warmup_epochs=0 engine.device=cpu engine.num_threads=1 tracking.uri=null
+""".split()
+
+
+def test_published_weights_are_fine_tuned_by_their_name_alone(
+    scripts: Scripts, hub: Hub, tmp_path: Path
+) -> None:
+    """Model, image size and pixels are those that the repository states."""
+    pixels = {"mean": (0.1, 0.2, 0.3), "eval_interpolation": "bicubic"}
+    model = small_model(num_classes=9, preprocessing=pixels, gelu="erf")
+    export(model, "timm", tmp_path / "out")
+    commit = hub.commit(
+        "timm/tiny.in9", {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    )
+    words = ("init=timm/tiny.in9", f"data.path={scripts.shards}", *OWN)
+    printed = scripts.run(
+        "main", "--config", "own", *words, f"output={tmp_path / 'run'}"
+    )
+    assert "init=hf://timm/tiny.in9: model." in printed
+    assert "the head is new" in printed and "warning: this run has" not in printed
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert config["init"] == "hf://timm/tiny.in9"
+    assert config["data"]["mean"] == list(pixels["mean"])
+    assert config["data"]["interpolation"] == "bicubic"
+    assert (config["model"]["width"], config["model"]["image_size"]) == (24, 16)
+    record = read_record(tmp_path / "run")
+    assert record is not None
+    assert record.tags["vitscale.init"] == f"hf://timm/tiny.in9@{commit}"
+    # What the run is told to be is what it is.
+    note = record.note
+    assert "digits" not in note and f"images of {scripts.shards}, 3 classes" in note
+    command = note.partition("**Command:** ")[2].partition("\n")[0]
+    assert shlex.split(command)[:4] == ["vitscale", "finetune", "own", words[0]]
+
+
 def test_ranks_fetch_once_and_nothing_that_runs(
     scripts: Scripts, hub: Hub, tmp_path, monkeypatch
 ):
@@ -217,7 +256,10 @@ def test_ranks_fetch_once_and_nothing_that_runs(
     )
     words = ("compute.device=cpu", "num_workers=0", scripts.images)
     expected = scripts.run("predict", f"init={tmp_path / 'out'}", *words)
-    assert scripts.run("predict", f"init={HF}", *words, num_ranks=2).endswith(expected)
+    # The first line names the model.
+    predictions = expected.partition("\n")[2]
+    said = scripts.run("predict", f"init={HF}", *words, num_ranks=2)
+    assert said.endswith(predictions)
     assert hub.downloads() == ["model.safetensors", "vitscale.json"]
     assert hub.requests.count("GET /api/models/own/Tiny/revision/main") == 1
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

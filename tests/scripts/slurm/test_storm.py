@@ -394,11 +394,12 @@ class Storm:
         self.wait(self.is_running, "start")
         since = time.time()
 
-        def is_further() -> bool:
-            if self.position()[0] > before[0]:
+        def is_further():
+            now = self.position()
+            if now[0] > before[0]:
                 return True
             # Clocks of ranks may be shifted; that of the disk is not.
-            return self.position() > before and self.journal.stat().st_mtime >= since
+            return now > before and self.journal.stat().st_mtime >= since
 
         self.wait(is_further, "new step")
 

@@ -103,7 +103,7 @@ def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout):
         tags = dict(connection.execute("select key, value from tags"))
     head = slurm.run(["git", "rev-parse", "HEAD"], cwd=checkout).strip()
     assert tags["mlflow.source.git.commit"] == head
-    assert tags["mlflow.source.git.dirty"] == "true"
+    assert re.fullmatch(rf"{head[:12]}\+[0-9a-f]{{8}}", tags["vitscale.code"])
     (diff,) = (checkout / "runs/mlflow-artifacts").rglob("source-*.diff")
     assert "+# edited before the submission" in diff.read_text()
     assert "while queued" not in diff.read_text()

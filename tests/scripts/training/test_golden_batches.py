@@ -12,9 +12,10 @@ import yaml
 from tests.support.golden import Golden
 from tests.support.loader_runs import SEED, rank_batches_of
 from tests.support.runs import OTHER_SHARDS, SHARDS, TINY, make_shards
-from vitscale.data.loader import Batch, evaluation_batches
+from vitscale.data.loader import Batch
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_val_split
+from vitscale.evaluation.samples import evaluation_batches
 from vitscale.objectives.mixing import mix_batch
 
 BATCH, BATCHES, SIZE = 8, 3, 8

@@ -56,7 +56,7 @@ def test_runs_killed_at_random_moments_end_with_the_same_bits(
             moment = "none" if idle == STARTS_WITHOUT_PROGRESS else draw(rng, MOMENTS)
             killed, now, done = strike(ranks, place, moment, rng, committed=committed)
             kills += killed
-            idle += 1 if now == committed else 0
+            idle = idle + 1 if now == committed else 0
             committed = now
         expected = fault_runs.uninterrupted(*settings)
         assert differences(read_state(place / "run"), expected) == [], (

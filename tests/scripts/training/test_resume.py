@@ -82,8 +82,9 @@ KILLS = {
     "before a save": ("fine-tuning", 1, 0, "export", 2, 10),
     "before its tensor file": ("supervised", 1, 1, "write", 2, 10),
     "before a commit": ("mae", 3, 0, "rename", 2, 10),
-    "before retention": ("supervised", 2, 0, "prune", 3, 15),
-    "in the last save": ("supervised", 0, 0, "rename", 5, STEPS),
+    "before the best one is saved": ("supervised", 1, 0, "export", 3, 12),
+    "before retention": ("supervised", 2, 0, "prune", 4, 15),
+    "in the last save": ("supervised", 0, 0, "rename", 6, STEPS),
 }
 
 
@@ -200,7 +201,7 @@ def test_finetuning_resumes_without_its_start(fault_runs: FaultRuns, killed_copy
     wait_and_end_others(fault_runs.start(folder, *settings, faults=planted, **how))
     assert "skipping damaged checkpoint" in output(folder)
     assert (
-        f"starting from {source / 'checkpoints/step-00000010'}, step 10 of "
+        f"starting from {source / 'checkpoints/step-00000012'}, step 12 of "
         in output(folder)
     )
     source.rename(killed_copy / "moved")
@@ -230,7 +231,8 @@ def test_shards_without_labels(fault_runs: FaultRuns, tmp_path):
         assert fault_runs.run(tmp_path / name, *settings, **short) == [code]
         said = output(tmp_path / name)
         needs = f"{'knn' if name == 'mae' else name} needs labels, but the shards of"
-        assert ("36 images, no classes" if code == 0 else needs) in said
+        said_of_data = f"36 images of {short['shards']}, no classes"
+        assert (said_of_data if code == 0 else needs) in said
         assert "Traceback" not in said
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 import pytest
 import yaml
@@ -18,11 +19,12 @@ from tests.support.ranks.fault_runs import STEPS, FaultRuns, fault, output, wait
 from tests.support.ranks.warm_ranks import ROOT
 from tests.support.tables import every
 from tests.support.waiting import PATIENCE_S
-from vitscale.checkpoint.folders import newest_checkpoint
+from vitscale.checkpoint.folders import newest_checkpoint, step_of
 from vitscale.checkpoint.store import read_tensors
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.events import cause, read_failures
 from vitscale.distributed.processes import free_port
+from vitscale.evaluation.trained_model import read_source
 
 pytestmark = pytest.mark.distributed
 
@@ -56,8 +58,18 @@ def test_run_folder_holds_the_documented_files(finished):
     assert "width: 24" in (finished / "config.yaml").read_text()
     assert "digits-pretrain: from random weights; 0." in output(finished.parent)
     assert "[WARNING]" not in output(finished.parent)  # of a library
-    kept = sorted(path.name for path in (finished / "checkpoints").iterdir())
-    assert kept == ["step-00000020", "step-00000024"]
+    # The two newest, and the first of those that are best by the average, which commands take.
+    best = max(averages, key=lambda row: row["val/ema_top1"])
+    kept = {step_of(path) for path in (finished / "checkpoints").iterdir()}
+    assert kept == {20, STEPS, best["step"]}
+    # A training that starts from it takes the end of its schedule.
+    for takes_best, step in ((True, best["step"]), (False, STEPS)):
+        weights, source = read_source(str(finished), takes_best=takes_best)
+        assert source is not None and source.checkpoint.step == step
+        assert ("the best by val/ema_top1" in weights.format) == takes_best
+    said = output(finished.parent)
+    end = f"best val/ema_top1 {best['val/ema_top1']:.4f} at step {best['step']}\nnext: vitscale"
+    assert end in said and f"predict init={quote(str(finished))} IMAGES" in said
 
 
 def test_a_finished_run_repeated_changes_nothing(fault_runs: FaultRuns, finished):
@@ -101,6 +113,8 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
     command += [f"data.path={fault_runs.shards}", f"output={tmp_path / 'run'}"]
     command += ["schedule.steps=10", "schedule.warmup_steps=2", "engine.zero_stage=3"]
     command += [
+        "model.patch_size=4",
+        "init_patch=same",
         "model.width=24",
         "model.depth=2",
         "model.mlp_width=48",

@@ -36,7 +36,7 @@ from vitscale.checkpoint.store import SLICE
 from vitscale.data.loader import Batch
 from vitscale.data.settings import MixingSettings
 from vitscale.distributed.processes import run_rank_script
-from vitscale.distributed.random_numbers import stream_key, uniform_rows
+from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import (
     World,
     gather_objects,
@@ -46,6 +46,7 @@ from vitscale.distributed.world import (
 from vitscale.engine.engine import Engine
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
+from vitscale.objectives.draws import uniform_rows
 from vitscale.objectives.mixing import draw_blend
 from vitscale.runs.training import TrainingPlan, training_plan
 from vitscale.training.session import TrainingSession, build_engine

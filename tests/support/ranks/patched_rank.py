@@ -183,7 +183,7 @@ def _replaced(kind: str, by: str | None) -> Callable[[], None]:
 
             own(self, changed, optimizer_steps=optimizer_steps)
 
-        Engine.import_state = import_state  # the mutation
+        Engine.import_state = import_state
 
     return patch
 
@@ -194,7 +194,7 @@ def _no_step_count() -> None:
     def import_state(self: Engine, read: ReadPart, *, optimizer_steps: int) -> None:
         own(self, read, optimizer_steps=0)
 
-    Engine.import_state = import_state  # the mutation
+    Engine.import_state = import_state
 
 
 def _data_from_the_start() -> None:

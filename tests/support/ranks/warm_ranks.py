@@ -171,7 +171,7 @@ class WarmStarter:
     def __exit__(self, *_) -> None:
         for leader in self._leaders:
             end_session(leader)
-        self._server._stop()  # not in the type stubs
+        self._server._stop()
 
     def start(
         self,

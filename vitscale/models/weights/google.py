@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from vitscale.models.weights.names import Tensors, joined, numbered, split
+from vitscale.models.weights.names import Tensors, joined, numbered
 
 # Every file of a model has it.
 FIRST_NAME = "embedding/kernel"
@@ -137,32 +137,3 @@ def _unstacked(
             continue
         for block, part in enumerate(tensor):
             yield f"Transformer/encoderblock_{block}/{match[1]}", part
-
-
-def to_google(
-    weights: Mapping[str, torch.Tensor], *, num_heads: int, is_big_vision: bool
-) -> tuple[Tensors, list[str]]:
-    """Tensors under their names, and our names of those that their code has no module for.
-
-    is_big_vision: else of vision_transformer.
-    """
-    renamed: Tensors = {}
-    unnamed = []
-    for name, tensor in split(weights).items():
-        # Our representation layer and the head after it are one module.
-        template = name.replace("head.0.", "pre_logits.").replace("head.2.", "head.")
-        template, number = numbered(template)
-        if template not in WRITE:
-            unnamed.append(name)
-            continue
-
-        theirs, layout = WRITE[template]
-        if is_big_vision:
-            theirs = f"params/{theirs}"
-        elif theirs == "pos_embedding":
-            theirs = "Transformer/posembed_input/pos_embedding"
-        elif number:
-            for new, old in NUMBERS:
-                theirs = theirs.replace(f"/{new}/", f"/{old}/")
-        renamed[theirs.format(number)] = layout.write(tensor, num_heads)
-    return renamed, unnamed

@@ -13,11 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vitscale.config.errors import UserError
 from vitscale.models.weights.files import CONFIG, Weights, labels_in_order, read_folder
-from vitscale.models.weights.names import Tensors, joined, numbered, split
+from vitscale.models.weights.names import Tensors, joined, numbered
 from vitscale.models.weights.pixels import (
     PREPROCESSOR,
     assumed_pixels,
@@ -42,7 +40,7 @@ _VIT = (
     ("encoder.layer.{}.intermediate.dense", "blocks.{}.mlp.fc1"),
     ("encoder.layer.{}.output.dense", "blocks.{}.mlp.fc2"),
 )
-_GATED = (
+GATED = (
     ("encoder.layer.{}.mlp.weights_in", "blocks.{}.mlp.fc1"),
     ("encoder.layer.{}.mlp.weights_out", "blocks.{}.mlp.fc2"),
 )
@@ -52,7 +50,7 @@ _DINOV2 = (
     ("encoder.layer.{}.norm2", "blocks.{}.norm2"),
     ("encoder.layer.{}.layer_scale1.lambda1", "blocks.{}.ls1.gamma"),
     ("encoder.layer.{}.layer_scale2.lambda1", "blocks.{}.ls2.gamma"),
-    *_GATED,
+    *GATED,
     ("encoder.layer.{}.mlp.fc1", "blocks.{}.mlp.fc1"),
     ("encoder.layer.{}.mlp.fc2", "blocks.{}.mlp.fc2"),
 )
@@ -111,34 +109,19 @@ def from_huggingface(tensors: Tensors, model_type: str) -> tuple[Tensors, list[s
             left_out.append(name)
         else:
             used[bare] = tensor
-    return joined(_renamed(used, dict((*below, *beside)))), left_out
+    return joined(renamed(used, dict((*below, *beside)))), left_out
 
 
-def to_huggingface(
-    weights: Mapping[str, torch.Tensor], model_type: str, *, gated: bool = False
-) -> Tensors:
-    """Our tensors under the names that transformers reads; the inverse of `from_huggingface`.
-
-    gated: the MLPs are SwiGLU. Unknown tensors keep their names. Raises KeyError as
-    `from_huggingface`.
-    """
-    prefix, below, beside = FAMILIES[model_type]
-    # The last name counts where two have the same meaning.
-    if gated:
-        below = (*below, *_GATED)
-    names = {ours: prefix + theirs for theirs, ours in below}
-    return _renamed(split(weights), names | {ours: theirs for theirs, ours in beside})
-
-
-def _renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
-    renamed = {}
+def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+    """The tensors under the names of modules that `names` has; others keep theirs."""
+    ours = {}
     for name, tensor in tensors.items():
         stem, part = re.fullmatch(r"(.*?)(\.weight|\.bias|)", name).groups()  # type: ignore[union-attr]  # always
         template, number = numbered(stem)
         if template in names:
             name = names[template].format(number) + part
-        renamed[name] = tensor
-    return renamed
+        ours[name] = tensor
+    return ours
 
 
 def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:

@@ -123,15 +123,3 @@ def joined(weights: Mapping[str, torch.Tensor]) -> Tensors:
                 tensors = [whole.pop(name) for name in names]
                 whole[f"{match[1]}.{fused}.{match[2]}"] = torch.cat(tensors)
     return whole
-
-
-def split(weights: Mapping[str, torch.Tensor]) -> Tensors:
-    """The inverse of `joined`."""
-    single = dict(weights)
-    for where, parts, fused in FUSED:
-        pattern = re.compile(rf"({where})\.{fused}\.(weight|bias)")
-        for match in filter(None, map(pattern.fullmatch, weights)):
-            chunks = single.pop(match[0]).chunk(len(parts))
-            for part, values in zip(parts, chunks, strict=True):
-                single[f"{match[1]}.{part}.{match[2]}"] = values.contiguous()
-    return single

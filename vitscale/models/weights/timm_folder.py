@@ -28,7 +28,13 @@ from vitscale.models.weights.pixels import timm_preprocessing
 from vitscale.models.weights.transfer import POSITIONS, inferred_model
 
 # SiLU is of SwiGLU, which shapes show.
-ACTIVATIONS = {"none": "erf", "tanh": "tanh", "GELUTanh": "tanh", "SiLU": None}
+ACTIVATIONS = {
+    "none": "erf",
+    "GELU": "erf",
+    "tanh": "tanh",
+    "GELUTanh": "tanh",
+    "SiLU": None,
+}
 POOLS = {"token": "cls", "avg": "gap", "map": "map"}
 # A class of ImageNet, whose words are easier to read and found again among its ids.
 SYNSET = re.compile(r"n\d{8}")
