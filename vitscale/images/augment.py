@@ -21,8 +21,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from PIL import Image, ImageFilter
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from vitscale.distributed.random_numbers import CounterRandom, splitmix
 from vitscale.images.settings import (
@@ -31,18 +30,24 @@ from vitscale.images.settings import (
     RandAugmentSettings,
 )
 
-Operation = Callable[[torch.Tensor, float, CounterRandom], torch.Tensor]
+Picture = Image.Image
+Operation = Callable[[Picture, float, CounterRandom], Picture]
+"""(RGB picture, magnitude, random) -> another picture. Pillow computes what it has."""
+Enhancer = Callable[[Picture], ImageEnhance._Enhance]
 RGB = tuple[float, float, float]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
 Colour = tuple[int, ...]
 Matrix = tuple[float, float, float, float, float, float]
 
-_LEVELS = np.arange(256)
-
-GRAY = 128
+GRAY = (128, 128, 128)
 ERASING_ATTEMPTS = 10
 TIMM_PROBABILITY = 0.5
 JITTER = 0.3  # the default of DeiT's `--ThreeAugment`
+JITTERED: tuple[Enhancer, ...] = (
+    ImageEnhance.Brightness,
+    ImageEnhance.Contrast,
+    ImageEnhance.Color,
+)
 # Least and largest share of the image's area, and ratio of its sides: timm's defaults.
 ERASED_AREA = (0.02, 1 / 3)
 ERASED_ASPECT = (0.3, 1 / 0.3)
@@ -59,29 +64,47 @@ def augment(
 
     mean, std: of the run's normalisation; erasing and RandAugment fill with them.
     """
-    if settings.randaugment is not None:
-        image = rand_augment(image, settings.randaugment, random, mean)
-    if settings.three_augment:
-        image = three_augment(image, random)
+    # Pillow has pixels side by side: they are moved once for all operations.
+    if settings.randaugment is not None or settings.three_augment:
+        picture = _to_picture(image)
+        if settings.randaugment is not None:
+            picture = rand_augment(picture, settings.randaugment, random, mean)
+        if settings.three_augment:
+            picture = three_augment(picture, random)
+        image = _to_tensor(picture)
     if settings.erasing is not None:
         image = erase(image, settings.erasing, random, mean, std)
     return image
 
 
+def _to_picture(image_3HW: torch.Tensor) -> Picture:
+    _, height, width = image_3HW.shape
+    planes = [
+        Image.frombuffer("L", (width, height), plane_HW, "raw", "L", 0, 1)
+        for plane_HW in image_3HW.contiguous().numpy()
+    ]
+    return Image.merge("RGB", planes)
+
+
+def _to_tensor(picture: Picture) -> torch.Tensor:
+    planes = [np.asarray(plane) for plane in picture.split()]
+    return torch.from_numpy(np.stack(planes))
+
+
 def rand_augment(
-    image: torch.Tensor, settings: RandAugmentSettings, random: CounterRandom, mean: RGB
-) -> torch.Tensor:
+    picture: Picture, settings: RandAugmentSettings, random: CounterRandom, mean: RGB
+) -> Picture:
     """Apply `num_ops` operations, drawn with replacement. Source: Cubuk et al. 2019, and above."""
     operations = _operations(settings, mean)
     for _ in range(settings.num_ops):
         operation = operations[_below(len(operations), random)]
         if settings.policy == "augreg":
-            image = operation(image, settings.magnitude, random)
+            picture = operation(picture, settings.magnitude, random)
         elif random.uniform() < TIMM_PROBABILITY:
             normal = NormalDist().inv_cdf(random.uniform(2.0**-54, 1.0))
             magnitude = settings.magnitude + settings.magnitude_std * normal
-            image = operation(image, min(max(magnitude, 0.0), 10.0), random)
-    return image
+            picture = operation(picture, min(max(magnitude, 0.0), 10.0), random)
+    return picture
 
 
 def _operations(settings: RandAugmentSettings, mean: RGB) -> list[Operation]:
@@ -96,7 +119,7 @@ def _operations(settings: RandAugmentSettings, mean: RGB) -> list[Operation]:
     return list(operations.values())
 
 
-def three_augment(image: torch.Tensor, random: CounterRandom) -> torch.Tensor:
+def three_augment(picture: Picture, random: CounterRandom) -> Picture:
     """Grayscale, solarize or blur; then colour jitter. Source: DeiT's `augment.py` (DeiT III).
 
     Touvron et al. 2022, sec. 3.2. Jitter in random order, as torchvision's `ColorJitter` on Pillow
@@ -104,19 +127,19 @@ def three_augment(image: torch.Tensor, random: CounterRandom) -> torch.Tensor:
     """
     chosen = _below(3, random)
     if chosen == 0:
-        image = grayscale(image).repeat(3, 1, 1)
+        picture = picture.convert("L").convert("RGB")
     elif chosen == 1:
-        image = solarize(image, threshold=128)
+        picture = ImageOps.solarize(picture, threshold=128)
     else:
-        blur = ImageFilter.GaussianBlur(random.uniform(0.1, 2.0))  # three box filters
-        image = _from_rgb(_to_rgb(image).filter(blur))
+        # Pillow computes it as three box filters.
+        picture = picture.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))
     steps = [
-        partial(operation, factor=random.uniform(1 - JITTER, 1 + JITTER))
-        for operation in (brightness, contrast, saturation)
+        (enhancer, random.uniform(1 - JITTER, 1 + JITTER)) for enhancer in JITTERED
     ]
     while steps:
-        image = steps.pop(_below(len(steps), random))(image)
-    return image
+        enhancer, factor = steps.pop(_below(len(steps), random))
+        picture = enhancer(picture).enhance(factor)
+    return picture
 
 
 # ---- erasing ----------------------------------------------------------------------------------
@@ -188,136 +211,7 @@ def _codes(num: int, random: CounterRandom) -> np.ndarray:
     return splitmix(start, num // 4 + 1).astype("<u8").view("<u2")[:num]
 
 
-# ---- operations ---------------------------------------------------------------------------------
-# Colour and geometry of one uint8 image [3, H, W], deterministic; each returns a new tensor, equal
-# to Pillow's result on an RGB image, level by level. Resampling and blur call Pillow; merging and
-# splitting channels is a fifth of their cost.
-
-
-def map_levels(image_3HW: torch.Tensor, *tables: np.ndarray) -> torch.Tensor:
-    """Replace every value by its entry in a table of 256; one table, or one per channel."""
-    codes = [table.astype(np.uint8).tobytes() for table in tables]
-    mapped = bytearray()
-    for channel, plane_HW in enumerate(image_3HW.contiguous().numpy()):
-        mapped += bytearray(plane_HW).translate(codes[channel % len(codes)])
-    return torch.frombuffer(mapped, dtype=torch.uint8).view(image_3HW.shape)
-
-
-def solarize(image_3HW: torch.Tensor, *, threshold: int) -> torch.Tensor:
-    """Invert values at or above `threshold`; 256 changes nothing."""
-    if threshold > 255:
-        return image_3HW.clone()
-    return image_3HW ^ torch.ge(image_3HW, threshold).view(torch.uint8).neg_()
-
-
-def solarize_add(image_3HW: torch.Tensor, *, addition: int) -> torch.Tensor:
-    """Brighten values below 128."""
-    added = np.minimum(_LEVELS + addition, 255)
-    return map_levels(image_3HW, np.where(_LEVELS < 128, added, _LEVELS))
-
-
-def posterize(image_3HW: torch.Tensor, *, bits: int) -> torch.Tensor:
-    """Keep the highest `bits` of 8."""
-    return image_3HW & (256 - (1 << (8 - bits)))
-
-
-def auto_contrast(image_3HW: torch.Tensor) -> torch.Tensor:
-    """Stretch each channel to 0..255."""
-    tables = []
-    for plane_HW in image_3HW:
-        low, high = (int(value) for value in plane_HW.aminmax())
-        if low == high:
-            tables.append(_LEVELS)
-        else:
-            scale = 255.0 / (high - low)
-            tables.append((_LEVELS * scale - low * scale).clip(0, 255))
-    return map_levels(image_3HW, *tables)
-
-
-def equalize(image_3HW: torch.Tensor) -> torch.Tensor:
-    """Flatten each channel's histogram, by Pillow's integer rule."""
-    tables = []
-    for plane_HW in image_3HW:
-        counts = torch.bincount(plane_HW.flatten(), minlength=256).numpy()
-        step = (counts.sum() - counts[counts.nonzero()[0][-1]]) // 255
-        if step == 0:
-            tables.append(_LEVELS)
-        else:
-            before = np.cumsum(counts) - counts
-            tables.append(((before + step // 2) // step).clip(0, 255))
-    return map_levels(image_3HW, *tables)
-
-
-def grayscale(image_3HW: torch.Tensor) -> torch.Tensor:
-    """ITU-R 601 luma in Pillow's 16-bit fixed point, uint8 [1, H, W]."""
-    r_HW, g_HW, b_HW = image_3HW.int()
-    luma_HW = (r_HW * 19595).add_(g_HW, alpha=38470).add_(b_HW, alpha=7471).add_(0x8000)
-    return luma_HW.bitwise_right_shift_(16).byte()[None]
-
-
-def brightness(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
-    """Blend with black: 0 is black, 1 changes nothing."""
-    return map_levels(image_3HW, _blend_table(0.0, factor))
-
-
-def contrast(
-    image_3HW: torch.Tensor, *, factor: float, gray: float | None = None
-) -> torch.Tensor:
-    """Blend with one gray level: the rounded mean luma, or `gray`."""
-    if gray is None:
-        gray = math.floor(float(grayscale(image_3HW).double().mean()) + 0.5)
-    return map_levels(image_3HW, _blend_table(gray, factor))
-
-
-def saturation(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
-    """Blend with the luma: 0 is gray, 1 changes nothing."""
-    return _blend(grayscale(image_3HW), image_3HW, factor)
-
-
-def sharpness(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
-    """Blend with a smoothed image: 0 is smooth, 1 changes nothing. The border is not changed."""
-    if min(image_3HW.shape[1:]) < 3:
-        return image_3HW.clone()
-    x = image_3HW.short()
-    rows = (x[:, :-2] + x[:, 1:-1]).add_(x[:, 2:])
-    sums = (rows[:, :, :-2] + rows[:, :, 1:-1]).add_(rows[:, :, 2:])
-    sums.add_(x[:, 1:-1, 1:-1], alpha=4)
-    smooth_3HW = image_3HW.clone()
-    smooth_3HW[:, 1:-1, 1:-1] = sums.float().mul_(1 / 13).add_(0.5).byte()
-    return _blend(smooth_3HW, image_3HW, factor)
-
-
-def _to_rgb(image_3HW: torch.Tensor) -> Image.Image:
-    _, height, width = image_3HW.shape
-    planes = [
-        Image.frombuffer("L", (width, height), plane_HW, "raw", "L", 0, 1)
-        for plane_HW in image_3HW.contiguous().numpy()
-    ]
-    return Image.merge("RGB", planes)
-
-
-def _from_rgb(image: Image.Image) -> torch.Tensor:
-    return torch.from_numpy(np.stack([np.asarray(plane) for plane in image.split()]))
-
-
-def _blend_table(gray: float, factor: float) -> np.ndarray:
-    """`_blend` of every level with one gray."""
-    ramp = _LEVELS.astype(np.float32)
-    low = np.float32(gray)
-    return (low + np.float32(factor) * (ramp - low)).clip(0, 255)
-
-
-def _blend(
-    from_1or3HW: torch.Tensor, to_3HW: torch.Tensor, factor: float
-) -> torch.Tensor:
-    """0 gives the first, 1 the second, above 1 extrapolates; truncates as Pillow does."""
-    low = from_1or3HW.float()
-    mixed = to_3HW.float()
-    # In place: page faults of a new tensor would cost more than the arithmetic.
-    return mixed.sub_(low).mul_(factor).add_(low).clamp_(0, 255).byte()
-
-
-# ---- RandAugment: (image, magnitude, random) -> image -------------------------------------------
+# ---- operations of RandAugment ------------------------------------------------------------------
 
 
 def _below(num: int, random: CounterRandom) -> int:
@@ -329,33 +223,45 @@ def _either_sign(value: float, random: CounterRandom) -> float:
     return value if random.uniform() < 0.5 else -value
 
 
-def _augreg_contrast(
-    image: torch.Tensor, m: float, random: CounterRandom
-) -> torch.Tensor:
+def _augreg_contrast(picture: Picture, m: float, random: CounterRandom) -> Picture:
     """The "mean" is the mean count of the 256 histogram bins: pixels / 256, 196 at 224 px."""
-    gray = min(image.shape[1] * image.shape[2] / 256, 255.0)
-    return contrast(image, factor=_enhance(m, random), gray=math.floor(gray))
+    width, height = picture.size
+    gray = math.floor(min(width * height / 256, 255.0))
+    flat = Image.new("RGB", picture.size, (gray, gray, gray))
+    return Image.blend(flat, picture, _enhance(m, random))
 
 
-def _augreg_solarize(image: torch.Tensor, m: float, _: CounterRandom) -> torch.Tensor:
+def _augreg_solarize(picture: Picture, m: float, _: CounterRandom) -> Picture:
     """The threshold wraps to uint8: 256 and 512 (magnitudes 10 and 20) become 0.
 
     Checked on 2026-11-21 with TensorFlow 2.12 and numpy 1.23; later numpy raises an error.
     """
-    return solarize(image, threshold=int(m / 10 * 256) % 256)
+    return ImageOps.solarize(picture, threshold=int(m / 10 * 256) % 256)
 
 
-def _augreg_cutout(
-    image: torch.Tensor, m: float, random: CounterRandom
-) -> torch.Tensor:
+def _solarize_add(picture: Picture, m: float, _: CounterRandom) -> Picture:
+    """Brighten values below 128."""
+    addition = int(m / 10 * 110)
+    dark = [min(level + addition, 255) for level in range(128)]
+    return picture.point([*dark, *range(128, 256)] * 3)
+
+
+def _posterize(picture: Picture, *, bits: int) -> Picture:
+    """Keep the highest bits of 8. Pillow's own refuses to keep none, which gives black."""
+    mask = 256 - (1 << (8 - bits))
+    return picture.point([level & mask for level in range(256)] * 3)
+
+
+def _augreg_cutout(picture: Picture, m: float, random: CounterRandom) -> Picture:
     """A gray square of up to 2 * pad pixels around a random pixel, clipped at the border."""
     pad = int(m / 10 * 40)
-    _, height, width = image.shape
+    width, height = picture.size
     y = _below(height, random)
     x = _below(width, random)
-    image = image.clone()
-    image[:, max(y - pad, 0) : y + pad, max(x - pad, 0) : x + pad] = GRAY
-    return image
+    box = (max(x - pad, 0), max(y - pad, 0), min(x + pad, width), min(y + pad, height))
+    picture = picture.copy()
+    picture.paste(GRAY, box)
+    return picture
 
 
 def _enhance(m: float, random: CounterRandom) -> float:
@@ -368,24 +274,24 @@ def _enhance_away(m: float, random: CounterRandom) -> float:
     return max(0.1, 1.0 + _either_sign(m / 10 * 0.9, random))
 
 
-def _by_factor(
-    operation: Callable[..., torch.Tensor],
+def _enhanced(
+    enhancer: Enhancer,
     factor: Callable[[float, CounterRandom], float],
 ) -> Operation:
     """An operation whose factor is a function of the magnitude."""
-    return lambda image, m, random: operation(image, factor=factor(m, random))
+    return lambda picture, m, random: enhancer(picture).enhance(factor(m, random))
 
 
 def _affine(
-    image: torch.Tensor,
+    picture: Picture,
     m: float,
     random: CounterRandom,
     *,
     matrix: Callable[[float, int, int], Matrix],
     most: float,
-    fill: Colour = (GRAY, GRAY, GRAY),
+    fill: Colour = GRAY,
     interpolation: Interpolation | None = None,
-) -> torch.Tensor:
+) -> Picture:
     """Resample at (a x + b y + c, d x + e y + f), pixel centres at halves; `fill` outside.
 
     matrix: of `most` at magnitude 10, with a random sign, and of height and width.
@@ -394,15 +300,14 @@ def _affine(
     amount = _either_sign(m / 10 * most, random)
     if interpolation is None:
         interpolation = "bilinear" if random.uniform() < 0.5 else "bicubic"
-    picture = _to_rgb(image)
-    resampled = picture.transform(
+    width, height = picture.size
+    return picture.transform(
         picture.size,
         Image.Transform.AFFINE,
-        matrix(amount, *image.shape[1:]),
+        matrix(amount, height, width),
         Image.Resampling[interpolation.upper()],
         fillcolor=fill,
     )
-    return _from_rgb(resampled)
 
 
 def _rotation(degrees: float, height: int, width: int) -> Matrix:
@@ -416,31 +321,33 @@ def _rotation(degrees: float, height: int, width: int) -> Matrix:
 
 
 def _augreg_translate(
-    image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool
-) -> torch.Tensor:
+    picture: Picture, m: float, random: CounterRandom, *, along_x: bool
+) -> Picture:
     """Translate by up to 100 whole pixels (200 at magnitude 20), for any image size."""
-    side = image.shape[2 if along_x else 1]
     pixels = math.floor(_either_sign(m / 10 * 100, random) + 0.5)
-    pixels = min(max(pixels, -side), side)
-    cut = (-pixels, pixels) if along_x else (0, 0, -pixels, pixels)
-    return F.pad(image, cut, value=GRAY)
+    corner = (0, -pixels)
+    if along_x:
+        corner = (-pixels, 0)
+    moved = Image.new("RGB", picture.size, GRAY)
+    moved.paste(picture, corner)
+    return moved
 
 
 _nearest = partial(_affine, interpolation="nearest")
 AUGREG: dict[str, Operation] = {
-    "auto_contrast": lambda image, m, random: auto_contrast(image),
-    "equalize": lambda image, m, random: equalize(image),
-    "invert": lambda image, m, random: ~image,
+    "auto_contrast": lambda picture, m, random: ImageOps.autocontrast(picture),
+    "equalize": lambda picture, m, random: ImageOps.equalize(picture),
+    "invert": lambda picture, m, random: ImageOps.invert(picture),
     "rotate": partial(_nearest, matrix=_rotation, most=30),
     # 0 bits keep the highest bit: TensorFlow limits a shift of 8 to 7.
-    "posterize": lambda image, m, random: posterize(
-        image, bits=max(1, int(m / 10 * 4))
+    "posterize": lambda picture, m, random: _posterize(
+        picture, bits=max(1, int(m / 10 * 4))
     ),
     "solarize": _augreg_solarize,
-    "color": _by_factor(saturation, _enhance),
+    "color": _enhanced(ImageEnhance.Color, _enhance),
     "contrast": _augreg_contrast,
-    "brightness": _by_factor(brightness, _enhance),
-    "sharpness": _by_factor(sharpness, _enhance),
+    "brightness": _enhanced(ImageEnhance.Brightness, _enhance),
+    "sharpness": _enhanced(ImageEnhance.Sharpness, _enhance),
     # About the centre of the first pixel.
     "shear_x": partial(
         _nearest, matrix=lambda s, h, w: (1, s, -s / 2, 0, 1, 0), most=0.3
@@ -451,9 +358,7 @@ AUGREG: dict[str, Operation] = {
     "translate_x": partial(_augreg_translate, along_x=True),
     "translate_y": partial(_augreg_translate, along_x=False),
     "cutout": _augreg_cutout,
-    "solarize_add": lambda image, m, random: solarize_add(
-        image, addition=int(m / 10 * 110)
-    ),
+    "solarize_add": _solarize_add,
 }
 """Ranges: `level_to_arg` and `distort_image_with_randaugment` of big_vision."""
 
@@ -462,15 +367,17 @@ TIMM: dict[str, Operation] = {
     "equalize": AUGREG["equalize"],
     "invert": AUGREG["invert"],
     "rotate": partial(_affine, matrix=_rotation, most=30),
-    "posterize": lambda image, m, random: posterize(image, bits=4 - int(m / 10 * 4)),
-    "solarize": lambda image, m, random: solarize(
-        image, threshold=256 - int(m / 10 * 256)
+    "posterize": lambda picture, m, random: _posterize(
+        picture, bits=4 - int(m / 10 * 4)
+    ),
+    "solarize": lambda picture, m, random: ImageOps.solarize(
+        picture, threshold=256 - int(m / 10 * 256)
     ),
     "solarize_add": AUGREG["solarize_add"],
-    "color": _by_factor(saturation, _enhance_away),
-    "contrast": _by_factor(contrast, _enhance_away),
-    "brightness": _by_factor(brightness, _enhance_away),
-    "sharpness": _by_factor(sharpness, _enhance_away),
+    "color": _enhanced(ImageEnhance.Color, _enhance_away),
+    "contrast": _enhanced(ImageEnhance.Contrast, _enhance_away),
+    "brightness": _enhanced(ImageEnhance.Brightness, _enhance_away),
+    "sharpness": _enhanced(ImageEnhance.Sharpness, _enhance_away),
     "shear_x": partial(_affine, matrix=lambda s, h, w: (1, s, 0, 0, 1, 0), most=0.3),
     "shear_y": partial(_affine, matrix=lambda s, h, w: (1, 0, 0, s, 1, 0), most=0.3),
     "translate_x": partial(
