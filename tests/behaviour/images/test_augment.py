@@ -291,3 +291,27 @@ def test_augreg_cutout_is_a_gray_square():
     corner = applied(AUGREG["cutout"], image, 10.0, Scripted(0.0, 0.0))
     assert (corner == 128).sum() == 3 * 40 * 40
     assert (corner[:, :40, :40] == 128).all()
+    # The row is drawn before the column.
+    above = applied(AUGREG["cutout"], image, 10.0, Scripted(0.0, 0.5))
+    assert (above == 128).sum() == 3 * 40 * 80
+    assert (above[:, :40, 72:152] == 128).all()
+
+
+@every(name=["timm, erasing", "augreg", "three"])
+def test_an_image_gets_what_its_settings_name(name):
+    """Its channels and its rows stay where they are, and what is drawn is used."""
+    chosen = AugmentSettings.model_validate(VARIANTS[name]).model_copy(
+        update={"erasing": None}
+    )
+    num_changed = 0
+    for key in range(30):
+        random = CounterRandom(key)
+        expected = PHOTO
+        if chosen.randaugment is not None:
+            policy = chosen.randaugment
+            expected = applied(rand_augment, expected, policy, random, MEAN)
+        if chosen.three_augment:
+            expected = applied(three_augment, expected, random)
+        assert torch.equal(run(PHOTO, chosen, key), expected)
+        num_changed += not torch.equal(expected, PHOTO)
+    assert num_changed > 10
