@@ -31,7 +31,8 @@ from launch.comparison.report import (
     tables,
 )
 from launch.comparison.runs import ComparedRun
-from launch.comparison.verdict import ranking, verdict
+from launch.comparison.verdict import ranking
+from launch.comparison.verdict import verdict as _verdict
 from vitscale.config.redaction import printable
 from vitscale.evaluation.classification import PER_CLASS_NAME, read_per_class
 from vitscale.evaluation.evaluation import FILES
@@ -150,7 +151,7 @@ def render(comparison: Comparison, *, say: Say = print) -> str:
         mark=MARK,
         scripts=[Markup(script) for script in scripts],
         allowed=Markup(" ".join(map(_script_hash, scripts))),
-        verdict=list(verdict(comparison)),
+        verdict=list(_verdict(comparison)),
         results=results,
         charts=charts,
         constant=constant,
