@@ -23,7 +23,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -250,10 +250,17 @@ class Bench:
     def recipes(self) -> None:
         """Ten steps, not compiled, of every stage and kind of recipe: none fails."""
         print("\nB16, ten steps: loss of the first and the last one")
-        for kind, overrides in RECIPES.items():
-            for stage in range(4):
+        for number, (kind, overrides) in enumerate(RECIPES.items()):
+            stages: Iterable[int] = range(4)
+            # To show that it works, each kind runs at one stage.
+            if self.options.toy:
+                stages = [number % 4]
+            # LAMB needs whole tensors, which ZeRO 0 alone has.
+            if kind == "lamb":
+                stages = [0]
+            for stage in stages:
                 where = f"{kind}, ZeRO {stage}"
-                if (kind == "lamb" and stage) or not self.has_time(where):
+                if not self.has_time(where):
                     continue
                 given = (
                     *overrides,
@@ -266,8 +273,8 @@ class Bench:
                     list[torch.Tensor](),
                 )
                 step = stepper(loop, task.pool, losses)
-                for number in range(RECIPE_STEPS):
-                    step(number)
+                for turn in range(RECIPE_STEPS):
+                    step(turn)
                 values = [float(loss) for loss in losses]
                 loop.engine.close()
                 print(f"{where:24} {values[0]:8.4f} {values[-1]:8.4f}", flush=True)

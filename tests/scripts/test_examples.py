@@ -17,7 +17,7 @@ NOTEBOOKS = {"own_images": 2, "what_has_it_learned": 6}
 # Command of a benchmark at toy size -> what it prints.
 COMMANDS = {
     "checkpoint_stall.py": "stall / torch.save: ",
-    "gpu_training.py --device cpu": "real / synthetic: ",
+    "gpu_training.py --device cpu --models L16": "real / synthetic: ",
     "loader_speed.py": "ours (region) / webdataset: ",
     "sharding_speed.py": "header / shardwriter: ",
 }
@@ -28,7 +28,7 @@ COMMANDS = {
 @pytest.mark.timeout(1800)
 def test_the_notebooks_run(tmp_path, monkeypatch):
     """From top to bottom, one after the other, in a folder without a checkout."""
-    monkeypatch.setenv("STEPS", "100")
+    monkeypatch.setenv("STEPS", "70")
     for name, num_pictures in NOTEBOOKS.items():
         notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
         stored = [
