@@ -48,6 +48,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# Files whose tests take minutes together, the longest first.
+LONG_FILES = """
+test_resume.py test_examples.py test_demo.py test_reference.py test_evaluate_model.py
+test_restarts.py test_training_runs.py test_golden_curves.py
+""".split()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: else one worker is busy with such a file when the others have ended."""
+
+    def place(item: pytest.Item) -> int:
+        return [*LONG_FILES, item.path.name].index(item.path.name)
+
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session")
 def golden(pytestconfig: pytest.Config) -> Golden:
     return Golden(renew=pytestconfig.getoption("--renew-golden"))
