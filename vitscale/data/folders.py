@@ -41,9 +41,12 @@ def files_below(root: Path | str, *, follow_links: bool = False) -> Iterator[str
         folder = folders.pop()
         if follow_links:
             real = os.path.realpath(folder)
+            # A link may lead back to a folder above it, which would never end.
             if real in seen:
                 continue
             seen.add(real)
+
+        # The whole listing is read first, so that no folder stays open while its files are used.
         with os.scandir(folder) as entries:
             shown = [entry for entry in entries if not is_hidden(entry.name)]
         for entry in shown:
@@ -55,6 +58,7 @@ def files_below(root: Path | str, *, follow_links: bool = False) -> Iterator[str
 
 def folders_in(root: Path) -> list[str]:
     """Names of the visible sub-folders, and links to folders, sorted by their bytes."""
+    # Sorted by bytes, since the locale must not change the order.
     with os.scandir(root) as entries:
         names = [
             entry.name

@@ -181,6 +181,7 @@ class SplitIndex:
         }
         if isinstance(shard, RemoteFile):
             return shard.read(**place, hash_prefix=expected)
+
         data = read_shard(shard, **place)
         if verify and prefix_of_hash(data) != expected:
             raise OSError("its bytes do not have the hash in the index")
@@ -196,6 +197,7 @@ class SplitIndex:
 
 def read_shard(path: Path, *, offset: int, num_bytes: int) -> bytes:
     """Bytes of one range. Raises what `read_range` does, and OSError if the file ends before."""
+    # A file that became shorter since the sizes were checked gives fewer bytes without an error.
     data = read_range(path, offset=offset, num_bytes=num_bytes)
     if len(data) < num_bytes:
         raise OSError(f"ends after {offset + len(data)} bytes")
@@ -278,6 +280,8 @@ def read_manifest(folder: Location | str) -> Manifest:
             allowed=f"format version {FORMAT_VERSION}",
             next_step="install the vitscale version that wrote it, or make the shards again",
         ) from None
+
+    # Tars are opened by these names: a manifest from elsewhere must not lead out of its folder.
     for entry in manifest.splits.values():
         for shard in entry.shards:
             if not stays_inside(shard.name):
@@ -342,6 +346,7 @@ def read_split(
         index_path = index_path.verified()
 
     names = ["shard", "offset", "length", "label", "blake3"]
+    # A name of its own: the type that was narrowed above is not known inside the closure.
     path = index_path
 
     def read() -> pa.Table:
@@ -379,11 +384,13 @@ def read_split(
     # A hash is four words, of which the index keeps the first.
     hashes = columns["blake3"]
     words = np.frombuffer(hashes.buffers()[1], "<u8")[4 * hashes.offset :]
+
     points: tuple[Path, ...] = ()
     if isinstance(folder, Path):
         points_folder = folder / FOLDER_NAME
         if _read(points_folder, points_folder.is_dir):
             points = tuple(entry_points_file(folder, name) for name in shard_names)
+
     return SplitIndex(
         folder=folder,
         split=split,
@@ -427,6 +434,7 @@ def _check_sizes(
             if error.errno in PASSING:
                 raise not_read(error, str(path), next_step=CHECK_STORAGE) from None
             wrong.append(f"{path}: missing ({error.strerror})")
+
     if wrong:
         raise UserError(
             f"{len(wrong)} of {len(files)} files of split {split!r} cannot be used, such as\n"
@@ -438,6 +446,7 @@ def _check_sizes(
 
 def narrowed(values: np.ndarray) -> np.ndarray:
     """The same signed integers in fewer bytes: 20 instead of 32 per sample of ImageNet-21k."""
+    # The type of a negative number is signed, so that NO_LABEL fits.
     return values.astype(np.min_scalar_type(-1 - int(values.max(initial=0))))
 
 
@@ -453,6 +462,7 @@ def location_of_tars(folder: Location, manifest: Manifest) -> Location:
     where = f"{folder / MANIFEST_NAME}: shards_root"
     if is_url(root):
         return location_of(root, where=where)
+    # An absolute path belongs to the machine that wrote it, and means nothing beside a URL.
     if isinstance(folder, Url) and Path(root).is_absolute():
         raise UserError(
             f"is {root!r}, a path on one machine, but the manifest was read from a URL",
@@ -510,6 +520,7 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
         return np.concatenate(is_wanted), pa.chunked_array(chosen)
 
     is_wanted, chosen = _read(index.index_path, search)
+    # Every stored row was searched; only those that this index still has may be chosen.
     rows = np.flatnonzero(is_wanted[stored])
     if not len(rows):
         (example,) = sample_keys(index, [0])
@@ -518,6 +529,7 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
             where="data.only_keys",
             allowed=f"keys of {index.split!r} of {index.folder}, such as {example!r}",
         )
+
     counts = chosen.value_counts()
     repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
     if len(repeated):
@@ -536,6 +548,8 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
             f"{len(lost):,} lines of data.only_keys name no sample of {index.split!r}, such as "
             f"{lost[-1].as_py()!r}"
         )
+
+    # A resumed run compares this hash: the file of keys may have changed in the meantime.
     digest = hashlib.sha256(stored[rows].astype("<i8").tobytes()).hexdigest()
     subset = index.subset(rows, name=f"keys {digest}")
     return replace(subset, key_hash=digest, note=note)
@@ -564,6 +578,8 @@ def _keys_of_rows(index: SplitIndex, rows: np.ndarray) -> list[str]:
                 where=str(index.index_path),
                 next_step="make the shards again",
             )
+
+        # A group is read once, however many of its rows are wanted and wherever they stand.
         for group in np.unique(group_of).tolist():
             here = np.flatnonzero(group_of == group)
             first = groups.ends[group - 1] if group else 0
@@ -589,6 +605,8 @@ class _SplitGroups:
         groups = [
             self._file.metadata.row_group(n) for n in range(self._file.num_row_groups)
         ]
+
+        # An index of another writer may have no such column, no statistics, or mixed groups.
         column = self._file.schema_arrow.get_field_index("split")
         splits = [column >= 0 and group.column(column).statistics for group in groups]
         if not all(known and known.min == known.max for known in splits):
@@ -637,6 +655,7 @@ def held_out_split(data: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """What `implied` yields of a group `data` that leaves open which split is evaluated."""
     if "val_split" in data.model_fields_set or data.dev_percent:
         return
+
     split = only_held_out(
         data.path, default=data.val_split, train_split=data.train_split
     )
@@ -654,6 +673,7 @@ def only_held_out(path: str, *, default: str, train_split: str = "train") -> str
         splits = read_manifest(path).splits
     except UserError:
         return None
+    # One other split can only be the held-out one; of several, the user must choose.
     others = [name for name in splits if name != train_split]
     if default in splits or len(others) != 1:
         return None

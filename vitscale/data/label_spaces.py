@@ -34,6 +34,7 @@ def known_space(name: str) -> tuple[str, ...]:
 
 def timm_file(name: str, *, where: str) -> Path:
     """A file of timm's lists. Raises UserError if the installed timm lacks it."""
+    # `find_spec` locates the package without importing it, which would import torch as well.
     spec = importlib.util.find_spec("timm")
     for folder in [] if spec is None else list(spec.submodule_search_locations or ()):
         path = Path(folder, "data", "_info", name)

@@ -129,12 +129,14 @@ def training_batches(
         micro_batch=micro_batch,
     )
     augmentation = Augmentation(settings, image_size=image_size, seed=seed)
+
     samples: Samples
     if settings.is_streamed:
         place = (rank, world_size)
         samples = StreamedSamples(training_set, augmentation, start=start, place=place)
     else:
         samples = TrainingSamples(training_set, augmentation)
+
     return open_batches(
         samples, positions, batch=micro_batch, settings=settings, pin_memory=pin_memory
     )
@@ -191,6 +193,7 @@ def _fill(
     for StorageError: the other ranks do not know about it. advance: to call after each image."""
     labels = []
     unreadable = []
+
     try:
         samples.prefetch(positions)
         for row, position in zip(images, positions, strict=False):
@@ -199,6 +202,7 @@ def _fill(
             unreadable += skipped
             advance()
     except UserError as error:
+        # The kind decides whether the job is tried again: storage may recover, a wrong setting not.
         kind = RankStorageError if isinstance(error, StorageError) else RankError
         raise kind(
             error.what,
@@ -281,10 +285,12 @@ def _filled_by_workers(
         slots, progress = layout.map(memory)
         for number in range(num_workers):
             workers.append(_started(memory, samples, layout, number))
+        # All workers exist by now: batch n goes to worker n modulo their number.
         for _ in range(PREFETCH * num_workers):
             assign()
         yield filled()
     finally:
+        # The mapping and the workers' own descriptors keep the memory alive.
         os.close(memory)
         for worker in workers:  # waits for none
             worker.process.kill()
@@ -312,6 +318,9 @@ def _reply(worker: _Worker, progress: np.ndarray) -> Labels:
     """Raises WorkerError if the worker dies, or gives no batch while none makes progress, and its
     errors."""
     process = worker.process
+
+    # Progress of any worker restarts the wait: they share cores and storage, so the one whose
+    # batch is due may merely be slow.
     num_waits = 0
     before = int(progress.sum())
     while num_waits < NUM_WAITS:
@@ -329,6 +338,7 @@ def _reply(worker: _Worker, progress: np.ndarray) -> Labels:
             if isinstance(reply, Exception):
                 raise reply
             return reply
+
         now = int(progress.sum())
         num_waits = num_waits + 1 if now == before else 0
         before = now
@@ -343,9 +353,12 @@ def _run(
     connection: Connection, samples: Samples, layout: _Memory, number: int
 ) -> None:
     """Fill slots, whose descriptor comes through the pipe, until the trainer is gone."""
+    # Without the trainer there is nothing to do, so a worker must not outlive its server.
     end_with_server()
+    # Signals reach the whole process group. The trainer handles them, and ends its workers.
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
+    # Workers already use all cores; more threads would compete with them.
     torch.set_num_threads(1)
     with suppress(EOFError, ConnectionError):
         slots, progress = layout.map(reduction.recv_handle(connection))
@@ -355,6 +368,7 @@ def _run(
 
         remote.on_part_fetched = advance
         samples.start(worker=number, num_workers=layout.num_workers)
+
         while True:
             slot, positions = connection.recv()
             reply: Labels | Exception
@@ -363,6 +377,7 @@ def _run(
             except RankError as error:
                 reply = error
             except Exception:
+                # The traceback would be lost with this process, so it travels as text.
                 reply = RuntimeError(
                     f"a loader worker failed:\n{traceback.format_exc()}"
                 )

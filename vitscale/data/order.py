@@ -19,11 +19,13 @@ import numpy as np
 from vitscale.config.errors import UserError
 from vitscale.distributed.random_numbers import permutation, stream_key
 
-# Raise with any change of the order. A checkpoint of another version is refused: the run would
-# resume in another order.
+# Increase it with any change of the order. A checkpoint of another version is refused, because
+# the run would resume in another order.
 ORDER_VERSION = 1
+# Shards that are mixed at a time. More mix better; fewer need less space in a cache.
 BLOCK_SHARDS = 16
 MIXTURE_BLOCK = 1 << 14
+# Positions that show one view each of different samples before their next views come.
 VIEW_BLOCK = 64
 MILLION = 1_000_000
 REMEMBERED = 3
@@ -63,6 +65,7 @@ class SampleOrder:
         shards, starts = self._blocks(epoch)
         block = int(np.flatnonzero(shards == shard)[0]) // BLOCK_SHARDS
         ahead = shards[block * BLOCK_SHARDS : (block + 2) * BLOCK_SHARDS].tolist()
+        # The last block of an epoch is followed by the first one of the next epoch.
         if block + 1 == len(starts):
             ahead += self._blocks(epoch + 1)[0][:BLOCK_SHARDS].tolist()
         return list(dict.fromkeys(ahead))
@@ -85,6 +88,7 @@ class SampleOrder:
             chosen = shards[block * BLOCK_SHARDS : (block + 1) * BLOCK_SHARDS]
             spans = [np.arange(first[shard], first[shard + 1]) for shard in chosen]
             samples = np.concatenate(spans)
+
             key = stream_key("samples", self.fingerprint, self.seed, epoch, block)
             permuted = samples[permutation(len(samples), key=key)]
             _remember(self._recent_blocks, (epoch, block), permuted)
@@ -109,11 +113,15 @@ def check_mixed(
     num_blocks = -(-len(shard_lengths) // BLOCK_SHARDS)
     if num_blocks < 2 or labels.max(initial=-1) < 0:
         return
+    # A random deal of tars to blocks stands for any epoch; the seed makes it repeatable.
     block = np.random.default_rng(0).permutation(len(shard_lengths)) // BLOCK_SHARDS
     shares = np.bincount(labels[labels >= 0]) / len(labels)
+    # One number for each pair of block and class, so that `unique` counts the classes per block.
     classes = np.unique(np.repeat(block, shard_lengths) * len(shares) + labels)
     found = len(classes) / num_blocks
+    # A class is missing from a random block with probability (1 - share) ** (samples of the block).
     shuffled = float((1 - (1 - shares) ** (len(labels) / num_blocks)).sum())
+
     if found < shuffled / 10:
         raise UserError(
             f"the tars are sorted by class: training mixes {BLOCK_SHARDS} of its {len(block):,} "
@@ -156,6 +164,7 @@ class TrainingOrder:
         """The sample at a position counted from the start of training. O(block)."""
         block, inside = divmod(position, self.views * VIEW_BLOCK)
         view, slot = divmod(inside, VIEW_BLOCK)
+
         part = 0
         part_position = block * VIEW_BLOCK + slot
         if len(self.parts) > 1:
@@ -163,6 +172,7 @@ class TrainingOrder:
             parts, positions = _mixture_block(self, block)
             part = int(parts[slot])
             part_position = int(positions[slot])
+
         epoch, sample = self.parts[part].at(part_position)
         return Draw(part, epoch, sample, view)
 
@@ -174,6 +184,7 @@ def _mixture_block(order: TrainingOrder, block: int) -> tuple[np.ndarray, np.nda
 
     def counts(num_slots: int) -> np.ndarray:
         """Slots of each set among the first `num_slots`."""
+        # Counted from the start of training, so that roundings do not add up over the blocks.
         ends = [
             num_slots * share // MILLION for share in np.cumsum(order.shares).tolist()
         ]
@@ -181,10 +192,12 @@ def _mixture_block(order: TrainingOrder, block: int) -> tuple[np.ndarray, np.nda
 
     starts = counts(block * MIXTURE_BLOCK)
     ends = counts((block + 1) * MIXTURE_BLOCK)
+
     parts = np.repeat(np.arange(len(order.parts)), ends - starts)
     positions = np.concatenate(
         [np.arange(*span) for span in zip(starts, ends, strict=True)]
     )
+
     names = tuple(part.fingerprint for part in order.parts)
     chosen = permutation(
         MIXTURE_BLOCK, key=stream_key("mixture", names, order.parts[0].seed, block)
@@ -206,6 +219,7 @@ def rank_batches(
     `start` and `stop` are multiples of the global batch.
     """
     stride = world_size * micro_batch
+    # With a partial step some ranks would have no batch, and the others would wait for them.
     assert (stop - start) % stride == 0
     for base in range(start, stop, stride):
         first = base + rank * micro_batch

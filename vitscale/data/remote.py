@@ -43,6 +43,7 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 CHUNK_BYTES = 8 << 20
 SCHEMES = ("http", "https", "s3", "gs")
+# A whitelist: fsspec gives meaning to `?`, `#`, `::` and user names in what it is handed.
 _PLAIN = re.compile(
     rf"((?:{'|'.join(SCHEMES)})://[A-Za-z0-9._~:-]+|file://)(/[A-Za-z0-9._~%+=,@!:/ -]*)?"
 )
@@ -83,7 +84,9 @@ class Url(str):
         """Join a relative name. Whatever it contains, the result is on this host or bucket."""
         scheme, _, rest = self.partition("://")
         authority, _, folder = rest.partition("/")
+        # A raw `?` or `#` in a name would end the path of an HTTP address.
         name = quote(name) if scheme in ("http", "https") else name
+        # The leading slash keeps `..` inside: `normpath` drops what would go above the root.
         path = normpath("/" + f"{folder}/{name}".lstrip("/"))
         return Url(f"{scheme}://{authority}{path}".rstrip("/"))
 
@@ -158,7 +161,7 @@ def _retried(url: Url, read: Callable[[Any], T]) -> T:
         try:
             return read(storage)
         except Exception as error:  # every backend has its own kinds
-            # FileNotFoundError is fsspec's for any HTTP failure.
+            # FileNotFoundError is fsspec's for any HTTP failure, so the answer behind it decides.
             cause = (isinstance(error, FileNotFoundError) and error.__cause__) or error
             status = getattr(cause, "status", None)
             name = type(cause).__name__
@@ -179,6 +182,7 @@ def _retried(url: Url, read: Callable[[Any], T]) -> T:
                 print(
                     f"{url}: {text}; retrying for {PATIENCE_S:.0f} s", file=sys.stderr
                 )
+        # A random share of the pause, so that the workers of many nodes do not come back at once.
         time.sleep(pause_s * uniform(0.5, 1.5))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -228,6 +232,7 @@ def open_cache(cache_path: str | None) -> Path:
     folder = Path(cache_path).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Taking the lock once shows before the training whether the folder can be written.
         with locked(folder, SPACE):
             return folder
     except OSError as error:
@@ -291,6 +296,7 @@ class RemoteFile:
         """Like `path`; a file that was there already is hashed, and fetched again if damaged."""
         path = self.path()
         try:
+            # A file system may keep damaged bytes of a complete file, so its length proves nothing.
             found = retried_read(partial(blake3_of_file, path), name=path)
         except OSError:  # a bad block
             found = ""
@@ -317,6 +323,7 @@ class RemoteFile:
                 failure = error
             if prefix_of_hash(data) == hash_prefix:
                 return data
+            # A damaged copy would be found again: removed, it is fetched anew in the next round.
             with suppress(OSError):
                 path.unlink()
         if failure is not None:
@@ -343,6 +350,7 @@ class RemoteFile:
                 self.folder, SPACE
             ):  # a process that counts files would miss this one
                 os.rename(part, self.local)
+        # KeyboardInterrupt, too: a part without a fetching process would occupy its space for long.
         except BaseException:
             part.unlink(missing_ok=True)
             raise
@@ -358,6 +366,7 @@ class RemoteFile:
                         files.append((path.stat().st_mtime, path.stat().st_size, path))
             excess = self.num_bytes + sum(size for _, size, _ in files) - self.max_bytes
             for last_use, size, path in sorted(files):
+                # A part has a suffix. Its process still writes to it, unless it died.
                 limit_s = ABANDONED_S if path.suffix else idle_s
                 if excess > 0 and time.time() - last_use >= limit_s:
                     path.unlink(missing_ok=True)

@@ -29,7 +29,7 @@ from vitscale.images.settings import AugmentSettings
 
 # Tried in place of an unreadable sample before the run ends.
 MAX_SUBSTITUTES = 8
-# Of so many local samples one is compared with its hash. All of them would cost 2 % of a decode.
+# One in so many local samples is compared with its hash. All of them would cost 2 % of a decode.
 VERIFY_EVERY = 16
 # Values of `data.crop` that draw a box of random area and aspect.
 CROPS = {"inception": crops.random_crop_box, "inception_tf": crops.tf_crop_box}
@@ -107,6 +107,7 @@ class Augmentation:
         settings = self.settings
         random = CounterRandom(augmentation_key(self.seed, draw))
         size = self.decoder.size(data)
+
         right = down = 0
         if settings.crop == "plain":
             box, right, down = crops.plain_crop_box(
@@ -121,6 +122,7 @@ class Augmentation:
                 aspect=settings.crop_aspect,
                 random=random,
             )
+
         flip = settings.horizontal_flip and random.uniform() < 0.5
         request = crops.CropRequest(
             box=box,
@@ -130,8 +132,10 @@ class Augmentation:
             flip=flip,
             entry_points=entry_points,
         )
+
         self.decoder.crop(data, request, out=out)
         if right or down:
+            # The image is mirrored already, so the shift to the right becomes one to the left.
             out.copy_(crops.reflected(out, right=-right if flip else right, down=down))
         if self.augments:
             # A separate stream, so that augmentation does not change crop and flip.
@@ -176,6 +180,7 @@ class TrainingSamples(Samples):
         draw = self.order.at(position)
         index = self.parts[draw.part]
         unreadable: list[Unreadable] = []
+
         for attempt in range(MAX_SUBSTITUTES + 1):
             sample = draw.sample
             if attempt:
@@ -188,6 +193,7 @@ class TrainingSamples(Samples):
                 self.augmentation.write(data, draw, out, entry_points=entry_points)
                 return int(index.label[sample]), unreadable
             except UserError:
+                # With a substitute for an outage, runs would not be deterministic.
                 raise
             except (OSError, ValueError) as error:
                 unreadable.append(
@@ -253,5 +259,6 @@ class StreamedSamples(Samples):
 
 def augmentation_key(seed: int, draw: Draw, *, purpose: str = "augment") -> int:
     """Key of the random numbers for one view of one sample in one epoch."""
+    # The first part and view add nothing, so that their random numbers stay as they are.
     further = (draw.part, draw.view) if draw.part or draw.view else ()
     return stream_key(purpose, seed, draw.epoch, draw.sample, *further)

@@ -202,6 +202,7 @@ def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
         elif is_remote and data.remote.cache_path is None:
             what = f"missing; {path} is fetched to a folder on a local disk"
             yield "data.remote.cache_path", what
+
     if not data.is_streamed:
         yield from _unused(data, "webdataset", by="data.reader=index")
     else:
@@ -218,6 +219,7 @@ def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
                 "data.webdataset.num_samples",
                 "missing; data.reader=webdataset needs it",
             )
+
     if data.crop != "squash":
         yield from _unused(data, "crop_share", by=f"data.crop={data.crop}")
     if data.crop in ("plain", "squash"):
@@ -226,6 +228,7 @@ def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
         )
     if data.eval_interpolation == "area":
         yield from _unused(data, "eval_antialias", by="data.eval_interpolation=area")
+
     mixing = data.mixing
     policy = data.augment.randaugment
     if mixing is not None and not (mixing.mixup_alpha or mixing.cutmix_alpha):

@@ -44,7 +44,8 @@ def splits_of_folders(root: Path) -> dict[str, str]:
     has_both = like_train and like_splits - like_train
     are_all = len(like_splits) == len(names)
 
-    # A class may be called train, too, as in CIFAR-100. Splits have folders inside, or are most.
+    # A class may be called train, too, as in CIFAR-100. Splits have folders inside, or are most
+    # of the folders.
     nested = {name for name in like_splits if folders_in(root / name)}
     are_splits = has_both and 2 * len(like_splits) >= len(names)
     are_splits = are_splits or (are_all and (nested or len(keywords) == len(names)))

@@ -78,6 +78,8 @@ def members(
     position: int | None = start
     while position is not None:
         mark = yield from _one_archive(file, position, end)
+
+        # A second archive that has not even a header is not an archive.
         if mark == position > start:
             raise TarDefect("the bytes behind its end mark are no tar")
         file.seek(mark)
@@ -97,7 +99,7 @@ def _one_archive(file: BinaryIO, start: int, end: int) -> Generator[Member, None
                 # Python 3.11 follows a negative size back, for ever.
                 if info.size < 0 or tar.offset <= info.offset:
                     raise TarDefect("a member has a negative size")
-                # Of a file with holes, `size` counts them, though they are not stored.
+                # `size` of a file with holes counts them, though they are not stored.
                 has_holes = info.sparse is not None
                 content_end = tar.offset if has_holes else info.offset_data + info.size
                 if info.isreg() and content_end > end or info.offset >= end:
@@ -123,6 +125,7 @@ def _behind_zeros(file: BinaryIO, position: int, end: int) -> int | None:
         data = file.read(min(ZEROS_AT_A_TIME, end - position))
         if not data:
             raise TarDefect("it became shorter while it was read")
+        # The next archive begins at a block, so the position is rounded down to one.
         if data.count(0) < len(data):
             num_zeros = len(data) - len(data.lstrip(b"\0"))
             return position + num_zeros // BLOCK * BLOCK
@@ -149,6 +152,8 @@ class _Headers:
         if not 0 <= num_bytes <= MAX_HEADER_BYTES:
             raise TarDefect(f"a header claims {num_bytes:,} bytes")
         self._file.seek(self._position)
+
+        # The end of this range may come before that of the file, as inside a larger tar.
         data = self._file.read(max(0, min(num_bytes, self._end - self._position)))
         if len(data) > BLOCK and TOO_MANY_DIGITS.search(data):
             raise TarDefect("a header has a number of more than 255 digits")

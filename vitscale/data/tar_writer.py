@@ -21,7 +21,7 @@ import blake3
 from vitscale.data.tar_members import BLOCK, END_MARK
 
 MAX_MEMBER_BYTES = 8**11
-# The disk gets so many bytes at a time while the next are made.
+# The disk gets this many bytes at a time while the next ones are made.
 SYNC_BYTES = 32 << 20
 # Two headers, one block for the label, half a block of padding on average.
 SAMPLE_OVERHEAD = 3 * BLOCK + BLOCK // 2
@@ -47,6 +47,7 @@ def around_image(
     key: str, *, extension: str, num_bytes: int, label: int | None
 ) -> tuple[bytes, bytes]:
     """The bytes of a sample before and after those of its image."""
+    # A member is padded to whole blocks of 512 bytes.
     after = bytes(-num_bytes % BLOCK)
     if label is not None:
         text = str(label).encode()
@@ -91,7 +92,7 @@ class TarShard:
         self._file.write(data)
         self.num_bytes += len(data)
 
-        # Else a whole shard would wait for the disk at its end.
+        # Otherwise a whole shard would wait for the disk at its end.
         if self.num_bytes > SYNC_BYTES * (len(self._syncs) + 1):
             self._syncs.append(self._disk.submit(os.fdatasync, self._file.fileno()))
 
@@ -99,7 +100,7 @@ class TarShard:
         """End the tar; returns its BLAKE3. Raises OSError if the disk did not take all of it."""
         self._append(END_MARK)
         self._file.flush()
-        # The system names an error of the disk once: a later fsync would succeed.
+        # The system reports an error of the disk only once: a later fsync would succeed.
         for sync in self._syncs:
             sync.result()
         return self._digest.hexdigest()

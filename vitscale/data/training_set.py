@@ -71,6 +71,7 @@ def open_training_set(
     )
     first = _selected(read(settings.path), settings)
     dev = None
+
     num_dev = settings.num_dev(first.num_samples)
     if num_dev:
         # The tail is held out, as the ViT paper's code cuts it.
@@ -80,6 +81,7 @@ def open_training_set(
         rows = _in_random_order(first)
         dev = first.subset(np.sort(rows[-num_dev:]), name=name)
         first = first.subset(np.sort(rows[:-num_dev]), name=f"without the {name}")
+
     parts = (first, *(read(mixed_in.path) for mixed_in in settings.mixture))
     for number, part in enumerate(parts[1:]):
         where = f"data.mixture[{number}].path"
@@ -92,14 +94,17 @@ def open_training_set(
             )
         num_held_out = 0 if dev is None else _num_shared(dev, part)
         if num_held_out:
+            # Images are compared by their bytes, since a copy elsewhere has another name.
             raise UserError(
                 f"training would read {num_held_out:,} of the images that data.dev_percent holds "
                 "out",
                 where=where,
                 next_step="mix in other images, or none",
             )
+
     _check_cache(parts, settings.remote)
     shares = [round(mixed_in.share * MILLION) for mixed_in in settings.mixture]
+
     orders = (
         SampleOrder(
             shard_lengths=part.shard_lengths, fingerprint=part.fingerprint, seed=seed
@@ -111,6 +116,7 @@ def open_training_set(
         shares=(MILLION - sum(shares), *shares),
         views=settings.views,
     )
+    # One set with one view keeps its own fingerprint, so that its checkpoints stay valid.
     fingerprint = first.fingerprint
     if len(parts) > 1 or settings.views > 1:
         fingerprint = _hash(
@@ -171,8 +177,10 @@ def open_val_split(
         key="data.val_split",
         remote_settings=settings.remote,
     )
+
     if settings.only_classes:
         split = _of_classes(split, settings.only_classes)
+    # A copy in the training set is allowed here, but makes the evaluation look better than it is.
     for part in parts[1:]:
         if num := _num_shared(split, part):
             print(
@@ -213,6 +221,7 @@ def _of_classes(index: SplitIndex, names: Sequence[str]) -> SplitIndex:
             allowed=f"class names in {index.folder / MANIFEST_NAME}",
             next_step=f"did you mean {close}?" if close else None,
         )
+
     labels = [index.classes.index(name) for name in names]
     rows = np.flatnonzero(np.isin(index.label, labels))
     if not len(rows):
@@ -235,6 +244,7 @@ def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -
     """Raise UserError if the cache cannot hold the shards that the order reads at once."""
     needed = 0
     for part in parts:
+        # Shards of one block per set are read at once; the largest ones are the worst case.
         sizes = [each.num_bytes for each in part.shards if isinstance(each, RemoteFile)]
         needed += sum(sorted(sizes)[-BLOCK_SHARDS:])
     if needed > remote_settings.cache_gib * 2**30:

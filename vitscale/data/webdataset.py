@@ -63,6 +63,7 @@ def tar_samples(
     def stored() -> Iterator[TarSample]:
         """Each epoch deals the tars to all processes anew."""
         for epoch in count():
+            # The start is part of the key: after a resume the tars come in a fresh order.
             order = permutation(len(tars), key=stream_key("tars", seed, start, epoch))
             for number in order[process::num_processes].tolist():
                 yield from _samples_of(tars[number], num_classes=num_classes)
@@ -193,6 +194,7 @@ def _listed_tars(folder: Path, split: str, *, where: str) -> list[Path]:
     pattern = split if ".tar" in split else f"{split}-*.tar"
     names = sorted(matching(pattern, os.listdir(folder), where=where))
     tars = [folder / name for name in names]
+
     missing = [tar for tar in tars if not tar.is_file()]
     what = f"no tars {split!r} in {folder}"
     if missing:
@@ -216,6 +218,7 @@ def matching(pattern: str, listed: Iterable[str], *, where: str) -> set[str]:
     """
     from braceexpand import braceexpand  # 14 ms, which most starts do not need
 
+    # Counted before they are made: a range such as {0..999999999} would fill the memory.
     ranges = re.findall(r"\{(\d+)\.\.(\d+)\}", pattern)
     num_names = math.prod(abs(int(last) - int(first)) + 1 for first, last in ranges)
     try:
@@ -226,5 +229,6 @@ def matching(pattern: str, listed: Iterable[str], *, where: str) -> set[str]:
         what = f"{pattern!r} is not a pattern of at most {MAX_NAMES:,} names"
         raise UserError(what, where=where, allowed="{000000..000146} and {a,b}")
     wild = {name for name in names if "*" in name or "?" in name}
+    # Names with wildcards stand for the listed ones; all others are meant as they are.
     found = {each for each in listed if any(fnmatchcase(each, name) for name in wild)}
     return names - wild | found
