@@ -97,6 +97,7 @@ def manifest_text(**body: Any) -> str:
 
 
 def _hash_of(body: Mapping[str, Any]) -> str:
+    # Sorted keys give the same bytes for the same content, and so the same hash.
     return blake3.blake3(json_text(body).encode()).hexdigest()
 
 
@@ -112,6 +113,7 @@ def read_checkpoint(
         checkpoint = _read_share(folder, rank=rank, world_size=world_size)
     except UserError as caught:
         error = caught
+    # Every rank raises the first error, so that none goes on with a checkpoint that others refuse.
     for each in gather(error):
         if each is not None:
             raise each
@@ -126,9 +128,11 @@ def _read_share(folder: Path, *, rank: int, world_size: int) -> Checkpoint:
         if STEP_FOLDER.fullmatch(folder.name) and manifest["step"] != step_of(folder):
             step = manifest["step"]
             raise _damaged(f"belongs to step {step}, not to this folder", path)
+
         files: Listing = manifest["files"]
         for name in list(files)[rank::world_size]:
             retried(partial(verify_file, folder, name, files[name]))
+
         return Checkpoint(
             folder=folder,
             step=int(manifest["step"]),
@@ -155,6 +159,7 @@ def _read_share(folder: Path, *, rank: int, world_size: int) -> Checkpoint:
 def read_manifest(path: Path) -> dict[str, Any]:
     """A manifest that agrees with its own hash. Raises UserError, OSError, ValueError or such."""
     manifest = json.loads(path.read_text())
+    # The version comes first: another format may compute its hash differently.
     version = manifest["format_version"]
     if version != FORMAT_VERSION:
         raise UserError(
@@ -172,9 +177,11 @@ def verify_file(
     folder: Path, name: str, expected: Mapping[str, Any], *, from_disk: bool = False
 ) -> None:
     """Compare size and hash of a file. Raises OSError, or UserError if they differ."""
+    # The name becomes a path: a manifest from elsewhere must not lead out of its folder.
     if Path(name).name != name or not name.endswith(".safetensors"):
         what = f"lists {name!r}, which is not a plain file name"
         raise UserError(what, where=str(folder))
+    # A wrong size is found without reading the file.
     check_sizes(folder, {name: expected})
     if blake3_of_file(folder / name, from_disk=from_disk) != expected["blake3"]:
         raise _damaged("does not match its hash", folder / name)
@@ -195,8 +202,10 @@ def best_of(folders: Iterable[Path]) -> tuple[Path, Score] | None:
     scored = []
     for folder in folders:
         manifest = whole_manifest(folder)
+        # A checkpoint saved before the first evaluation has no score.
         if manifest is not None and (score := manifest["progress"].get("score")):
             scored.append((folder, score))
+    # The step breaks ties, negated so that the earliest of equal scores wins.
     return max(
         scored, key=lambda each: (each[1]["order"], -step_of(each[0])), default=None
     )
@@ -237,9 +246,10 @@ def newest_checkpoint(
         except StorageError:
             raise
         except UserError as error:
-            # Its next step is done here.
+            # Its advice, another checkpoint, is followed here.
             shown = UserError(error.what, where=error.where)
             complaints.append(f"skipping damaged checkpoint: {shown}")
+
     if complaints:
         raise UserError(
             "\n".join(["holds checkpoints, but none that can be read", *complaints]),
@@ -267,9 +277,11 @@ def resolve_weights(
     checkpoint, complaints = newest_checkpoint(folder / "checkpoints", **ranks)
     if checkpoint is not None:
         return checkpoint, complaints
+
     what = "no such run or checkpoint folder"
     if folder.is_dir():
         what = "holds no checkpoint"
+    # Runs next to the one that was named, or in the usual folder, show a misspelt name.
     parents = (Path("runs"), folder.parent)
     stores = [store for parent in parents for store in parent.glob("*/checkpoints/")]
     runs = {store.parent.name: store.parent for store in stores}
@@ -327,14 +339,17 @@ def commit_save(
     Raises StorageError when a disk fails, or what `pieces` raises, the same on all ranks.
     """
     shares = gather(_result_of(save, lambda: _write_share(save, pieces)))
+
     warnings: list[str] | UserError = []
     if save.rank == 0:
         warnings = _result_of(save, lambda: _finish(save, shares))
+        # The manifest was not committed, so these files are of no use to anyone.
         if isinstance(warnings, UserError):
             shutil.rmtree(save.temporary, ignore_errors=True)
-        # Here, since the clocks of ranks differ: one alone would leave.
+        # Rank 0 decides for all: by its own clock each rank might decide differently.
         if isinstance(warnings, StorageError) and time.monotonic() > save.overdue_at:
             warnings = OverdueError(warnings.text())
+
     warnings = gather(warnings)[0]
     if isinstance(warnings, UserError):
         raise warnings
@@ -358,11 +373,11 @@ def _result_of(save: Save, work: Callable[[], T]) -> T | UserError:
 
 def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Listing:
     if save.rank == 0:
-        # First: the remains of a killed save may fill the disk.
+        # The remains of a killed save may fill the disk, so they are removed first.
         _remove_leftovers(save)
     name = f"rank-{save.rank:05d}.safetensors"
     written = _write(save, name, list(pieces))
-    # Every rank its own file: one rank would take hours for those of hundreds.
+    # Every rank checks its own file: one rank would take hours for those of hundreds.
     verify_file(save.temporary, name, written, from_disk=True)
     return {name: written}
 
@@ -384,11 +399,12 @@ def _write(save: Save, name: str, pieces: list[bytes | memoryview]) -> dict[str,
 def _finish(save: Save, shares: list[Listing | UserError]) -> list[str]:
     """Rank 0, when all have written and read back: manifest, rename, retention."""
     files: dict[str, Mapping[str, Any]] = {}
+    # One failed rank fails the save; its error keeps its kind, which decides about a restart.
     for rank, share in enumerate(shares):
         if isinstance(share, UserError):
             raise share if len(shares) == 1 else type(share)(f"rank {rank}: {share}")
         files |= share
-    # Not so if the folder is on a disk that the nodes do not share.
+    # They are missing here if the folder is on a disk that the nodes do not share.
     check_sizes(save.temporary, files)
     text = manifest_text(
         step=save.step,
@@ -413,6 +429,7 @@ def _finish(save: Save, shares: list[Listing | UserError]) -> list[str]:
 
 def _set_aside(folder: Path) -> None:
     """Rename a folder: one killed half-way through its removal must not look committed."""
+    # Renamed first: removal takes time, and a rename is one step that cannot stop half-way.
     if folder.exists():
         doomed = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -431,12 +448,14 @@ def _prune(save: Save) -> list[str]:
     try:
         best = best_of(committed)
         for folder in committed[1:]:
+            # Damaged checkpoints do not count, or `keep` of them would leave none that can be read.
             if kept < save.keep and whole_manifest(folder):
                 kept += 1
             elif best is None or folder != best[0]:
                 _set_aside(folder)
         return _remove_leftovers(save)
     except OSError as error:
+        # The new step is committed: a problem with old ones must not fail it.
         return [
             f"{error.filename}: old checkpoint could not be removed ({error.strerror})"
         ]
@@ -445,6 +464,8 @@ def _prune(save: Save) -> list[str]:
 def _remove_leftovers(save: Save) -> list[str]:
     """Remove killed saves and old checkpoints; a sentence for each that cannot be removed."""
     warnings = []
+
+    # The save in progress is the only temporary folder that is in use.
     for folder in {*save.checkpoints.glob(".step-*")} - {save.temporary}:
         try:
             shutil.rmtree(folder)

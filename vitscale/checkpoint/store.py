@@ -73,7 +73,7 @@ WAIT_S = 30.0
 # How long after a start has written its name another one's may still appear.
 SETTLE_S = 1.0
 HOLDER_BYTES = 256
-# Longest that a save may take, and one rank's disk beyond another's.
+# Longest time that a save may take, and that one rank's disk may need beyond another's.
 LONGEST_SAVE_S = 3600.0
 # When another error ends the run, its last save gets this long to be committed: the process ends
 # soon, `processes.EXIT_S`.
@@ -94,8 +94,11 @@ class CheckpointStore:
         self.world = world
         self._host_copy = HostCopy(world.device)
         self._copied = threading.Event()
+        # Nothing is being copied yet, so the first update need not wait.
         self._copied.set()
+        # Drawn by rank 0, so that the files of all ranks are in the same folder.
         self._attempt: str = gather_objects(uuid.uuid4().hex[:8])[0]
+
         self._group = control_group(SAVES, timeout=timedelta(seconds=LONGEST_SAVE_S))
         self._committed_at = time.monotonic()
         self._save: Future[Commit] | None = None
@@ -124,6 +127,7 @@ class CheckpointStore:
         Waits for the save before it, see `wait`.
         """
         self.wait()
+        # Memory is fetched here, since the event that marks the tensors belongs to this thread.
         self._host_copy.prepare(tensors)
         self._copied.clear()
         save = Save(
@@ -160,6 +164,7 @@ class CheckpointStore:
         except BaseException as error:  # raised again on the main thread, by wait
             outcome.set_exception(error)
         finally:
+            # After an error, too: the training thread would wait for the copy for ever.
             self._copied.set()
 
     def _gather(self, value: Any) -> list[Any]:
@@ -175,6 +180,7 @@ class CheckpointStore:
         Raises OSError without a run folder: one that was moved must not come back with a
         checkpoint alone.
         """
+        # The parent is the run folder, which `make_folders` would create again.
         os.stat(self.folder.parent)
         bad = self._host_copy.not_finite()
         if bad:
@@ -193,6 +199,7 @@ class CheckpointStore:
         Raises UserError, the same on all ranks, when it could not be. With `say`, storage may fail
         for an hour, and each save is a warning: the next one may succeed.
         """
+        # Taken before the wait: a save that failed must not raise its error a second time.
         save = self._save
         self._save = None
         if save is None:
@@ -210,12 +217,14 @@ class CheckpointStore:
                 "without a checkpoint, or when the last one fails"
             )
             return None
+
         self._committed_at = time.monotonic()
         return commit
 
     def take_committed(self) -> Commit | None:
         """The last save, once, if it is committed by now. Never waits; not collective."""
         save = self._save
+        # A save that failed is left to `wait`, which raises on all ranks at the same point.
         if save is None or not save.done() or save.exception() is not None:
             return None
         return self.wait()
@@ -226,6 +235,7 @@ class CheckpointStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
+        # An orderly end, also after a signal: the last checkpoint is worth the wait.
         if error is None or isinstance(error, SystemExit):
             self.wait()
         elif self._save is not None:
@@ -260,7 +270,7 @@ def run_folder_lock(folder: Path, *, world: World) -> Iterator[None]:
         ):
             if world.is_first:
                 folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-                # Or power loss would take the name, and every checkpoint with it.
+                # Otherwise power loss could take the name, and every checkpoint with it.
                 fsync_folder(folder.parent)
                 stack.enter_context(_held(folder / ".lock"))
         yield
@@ -282,14 +292,16 @@ def _held(path: Path) -> Iterator[None]:
 
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     with open(descriptor, "rb+", buffering=0) as file:
-        # Or loader workers, which outlive a killed rank by seconds, would hold the lock.
+        # Otherwise loader workers, which outlive a killed rank by seconds, would hold the lock.
         os.register_at_fork(after_in_child=file.close)
         _acquire(path, descriptor)
+
         threading.Thread(target=touch, name="run-folder-lock", daemon=True).start()
         try:
             yield
         finally:
             ending.set()
+            # An empty file means no holder, so the next start does not wait.
             with suppress(OSError):
                 os.truncate(descriptor, 0)
 
@@ -337,6 +349,7 @@ def _acquire(path: Path, descriptor: int) -> None:
                 return
             # Another node may have found the folder free, too: the later one has it.
             took_s = time.monotonic() - now
+            # The other write may still be on its way; ours shows how slow storage is.
             time.sleep(max(SETTLE_S, 2 * took_s))
             holder = read_holder(path)
             if holder == name:
@@ -409,6 +422,7 @@ class HostCopy:
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         with torch.no_grad(), torch.cuda.stream(self._stream):
             if self._stream is not None and self._ready is not None:
+                # The kernels that computed these tensors run on the training's stream.
                 self._stream.wait_event(self._ready)
             header: dict[str, object] = {}
             end = 0
@@ -427,6 +441,7 @@ class HostCopy:
             if self._stream is not None:
                 self._stream.synchronize()
         text = json.dumps(header, separators=(",", ":")).encode()
+        # The header is padded to 8 bytes, so that the data behind it is aligned.
         text += b" " * (-len(text) % 8)
         return [len(text).to_bytes(8, "little") + text, self._buffer.numpy().data]
 
@@ -487,11 +502,13 @@ def read_header(path: Path) -> list[Slice]:
         shape = tuple(entry["shape"])
         start = 0
         num_elements = math.prod(shape)
+        # A rank under ZeRO has pieces of flattened tensors; other names stand for whole tensors.
         piece = SLICE.fullmatch(name)
         if piece is not None:
             name = piece["name"]
             start = int(piece["start"])
             shape = tuple(int(size) for size in piece["shape"].split("x") if size)
+
         offset = LENGTH_BYTES + length + entry["data_offsets"][0]
         slices.append(
             Slice(start, num_elements, name, shape, entry["dtype"], str(path), offset)
@@ -531,6 +548,7 @@ class SavedTensors:
         values = torch.empty(num_elements, dtype=dtype)
         num_read = 0
         for piece in slices:
+            # The overlap of the range that is wanted with the range that this file has.
             first = max(start, piece.start)
             last = min(start + num_elements, piece.start + piece.num_elements)
             if first < last:
@@ -551,6 +569,7 @@ class SavedTensors:
             self._open[path] = os.open(path, os.O_RDONLY)
         left = into.numpy().data
         while left:
+            # A read may return less than was asked for, and never more than 2 GiB.
             count = os.preadv(self._open[path], [left], offset)
             if count == 0:
                 raise OSError(f"{path} has become shorter")
