@@ -50,6 +50,7 @@ def make_folders(folder: Path) -> None:
         missing.append(folder)
         folder = folder.parent
     for each in reversed(missing):
+        # From the top down: each name must be durable before something inside it is.
         each.mkdir(exist_ok=True)
         fsync_folder(each.parent)
 
@@ -65,6 +66,7 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[in
     digest = blake3.blake3()
     num_bytes = 0
     try:
+        # Exclusive creation shows a file that an earlier attempt has left.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             for piece in pieces:
@@ -73,6 +75,7 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[in
                 for start in range(0, len(whole), HASH_CHUNK_BYTES):
                     chunk = whole[start : start + HASH_CHUNK_BYTES]
                     digest.update(chunk)
+                    # A system call may write less than it is given.
                     while chunk:
                         chunk = chunk[os.write(fd, chunk) :]
             os.fsync(fd)
@@ -89,6 +92,7 @@ def atomic_file(path: Path | str) -> Iterator[BinaryIO]:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
+        # The name is random, so that two writers of the same path do not share a temporary file.
         with open(temporary, "wb") as file:
             yield file
             file.flush()
@@ -97,6 +101,7 @@ def atomic_file(path: Path | str) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    # The rename itself survives power loss only with the folder's entries.
     fsync_folder(path.parent)
 
 
@@ -120,6 +125,7 @@ def write_json(path: Path | str, value: Any) -> None:
 
 def commit_folder(temporary: Path, final: Path) -> None:
     """Give a fully written (and per-file fsynced) folder its final name. `final` must not exist."""
+    # The names inside come first: a committed folder must not turn up empty.
     fsync_folder(temporary)
     os.rename(temporary, final)
     fsync_folder(final.parent)
@@ -161,10 +167,12 @@ def _repeated(
 ) -> T:
     """patience_s: no attempt begins later than this after the first."""
     start = time.monotonic()
+
     for number, pause_s in enumerate(pauses_s):
         try:
             return work()
         except OSError as error:
+            # Errors such as a missing file do not pass, so they are raised at once.
             if error.errno not in PASSING or time.monotonic() - start > patience_s:
                 raise
             if number == 1 and name is not None:
@@ -184,6 +192,7 @@ class _ForgivingFile(io.FileIO):
         except OSError as error:
             if error.errno not in PASSING:
                 raise
+            # Reported as written, or the buffer would offer the same bytes again at every line.
             return memoryview(data).nbytes
 
 

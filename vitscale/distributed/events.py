@@ -109,6 +109,7 @@ def read_events(run_folder: Path | str) -> list[dict[str, Any]]:
         moment = math.inf
         with suppress(OSError):
             for line in reversed(path.read_bytes().splitlines()):
+                # A line that was cut off, or that another version wrote, is left out.
                 with suppress(ValueError, TypeError, KeyError, RecursionError):
                     row = json.loads(line)
                     # No later than the line that follows.
@@ -144,6 +145,7 @@ def record_failure(run_folder: Path | str, failure: Failure) -> None:
 
     A full or failing disk, or no such folder, loses the line, not the process.
     """
+    # Unset fields are not written: readers take the defaults.
     values = asdict(failure) | {"time": None}
     values["attempt"] = failure.attempt or os.environ.get(ATTEMPT_VARIABLE) or None
     with suppress(OSError):
@@ -166,12 +168,15 @@ def cause(reports: Sequence[Failure]) -> Failure | None:
     A rank that lost its peer knows least, and one that found a hang may have found what a failure
     elsewhere did to the others. What a rank says of itself is more than what others saw of it.
     """
+    # Ranks that report about themselves know the cause better than their observers.
     spoke = {each.rank for each in reports if each.rank == each.reported_by is not None}
     reports = [
         each
         for each in reports
         if each.rank not in spoke or each.rank == each.reported_by
     ]
+
+    # Causes come before guesses; of equal ones `min` returns the first, which is the earliest.
     return min(
         reports,
         key=lambda each: GUESSES.index(each.kind) + 1 if each.kind in GUESSES else 0,

@@ -45,10 +45,12 @@ def start_server(imports: Sequence[str]) -> None:
     imported already costs nothing if it has one thread.
     """
     forkserver.set_forkserver_preload(list(imports))
+    # Blocked from before the fork on, so that none of them ends the server or its workers.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     saved = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     start_fresh = multiprocessing.util.spawnv_passfds
     os.environ.update(ENVIRONMENT)
+
     try:
         # Both inherit the mask. Starting the tracker unblocks SIGTERM.
         resource_tracker.ensure_running()
@@ -58,6 +60,7 @@ def start_server(imports: Sequence[str]) -> None:
         forkserver.ensure_running()
     finally:
         multiprocessing.util.spawnv_passfds = start_fresh
+        # The environment is for the server alone; this process gets its own values back.
         for name in ENVIRONMENT:
             del os.environ[name]
         os.environ.update(saved)
@@ -115,6 +118,7 @@ def _fork(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> 
 def _become_server(command: str, descriptors: set[int]) -> NoReturn:
     """Run the server's command in this fork, with its descriptors alone."""
     try:
+        # Otherwise the server would keep pipes and sockets of the trainer open after its end.
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2 and int(name) not in descriptors:
                 with suppress(OSError):
@@ -126,4 +130,5 @@ def _become_server(command: str, descriptors: set[int]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
+        # No exit handlers: they belong to the process that was forked.
         os._exit(0)

@@ -39,6 +39,7 @@ def read_column(path: str) -> Column:
 
     This process keeps it open for those that it gives the path: its maker may be gone by then.
     """
+    # A descriptor of this process keeps the memory alive as long as it runs.
     path = f"/proc/{os.getpid()}/fd/{os.open(path, os.O_RDONLY)}"
     column = np.load(path, mmap_mode="r").view(Column)
     column.path = path
@@ -48,6 +49,7 @@ def read_column(path: str) -> Column:
 class _SharingPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """Write arrays to shared memory, and their paths to the pickle."""
+        # Other objects are pickled as usual; an empty array cannot be mapped.
         if type(value) is not np.ndarray or not value.size:
             return NotImplemented
         return read_column, (_shared(value),)
@@ -93,6 +95,7 @@ def once_per_node(
     nodes, makers, errors, _ = zip(*reports, strict=True)
     raise_alike(errors, nodes=nodes, num_tried=sum(makers))
 
+    # The first maker of this node is the one whose arrays all of its ranks map.
     here = [made for node, _, _, made in reports if made and node == node_name()]
     path, identity = here[0]
     if _identity(path) != identity:  # in a container with processes of its own

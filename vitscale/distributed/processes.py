@@ -72,6 +72,7 @@ def launcher_variables() -> list[str]:
 def environment_number(name: str, *, least: int, most: int | None = None) -> int:
     """The number in a variable of the environment that is set. Raises UserError."""
     text = os.environ[name]
+    # `isdecimal` alone also accepts digits of other scripts.
     number = int(text) if text.isascii() and text.isdecimal() else -1
     if number < least or (most is not None and number > most):
         upper = "" if most is None else f" to {most}"
@@ -163,6 +164,7 @@ def quick_imports() -> Iterator[None]:
 def end_now(exit_code: int) -> None:
     """End this process and its children without clean-up."""
     for stream in (sys.stdout, sys.stderr):
+        # A broken pipe or a full disk must not keep the process from ending.
         with suppress(OSError, ValueError):
             stream.flush()
     kill_children()
@@ -184,6 +186,7 @@ def end_soon(exit_code: int) -> None:
     global _exit_code, _deadline
     _exit_code = exit_code
     if _deadline is None:
+        # The timer below needs the GIL. If an extension holds it, this watch ends the process.
         faulthandler.dump_traceback_later(EXIT_S + LATER_S, exit=True, file=STDERR)
         _deadline = threading.Timer(EXIT_S, _end_late)
         _deadline.daemon = True
@@ -205,6 +208,7 @@ def forgive_output() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         with suppress(io.UnsupportedOperation):  # kept in memory
+            # Pipes and terminals stay as they are: only files can run out of space.
             if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 stream.flush()
                 setattr(sys, name, open_log(stream.fileno()))
@@ -218,6 +222,7 @@ def run_rank_script(main: Callable[[], None]) -> None:
         run_script(main, is_rank=True)
         code = 0
     except SystemExit as stop:
+        # As the interpreter does it: None is success, and any other object is an error.
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         raise
     except OSError:
@@ -237,11 +242,13 @@ def skip_teardown(exit_code: int) -> None:
     Threads are joined, exit handlers run, and output is flushed. The last call sets the exit code.
     """
     end_soon(exit_code)
+    # Registered last, so that it runs first, before handlers that may wait.
     atexit.unregister(_end)
     atexit.register(_end)
 
 
 def _end() -> None:
+    # Unregistered, since it runs the remaining handlers itself.
     atexit.unregister(_end)
     # First: handlers wait for children, multiprocessing's without a limit.
     kill_children()

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+# 2^64 divided by the golden ratio: the step of SplitMix64's counter.
 GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 Words = TypeVar("Words", int, np.ndarray)
@@ -22,6 +23,7 @@ def stream_key(*parts: object) -> int:
 
 def mix(value: Words) -> Words:
     """SplitMix64's output function: 64 bits in, 64 well-mixed bits out; of arrays, each element."""
+    # Python's integers do not overflow, so they are cut to 64 bits; arrays wrap by themselves.
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)
@@ -36,6 +38,7 @@ class CounterRandom:
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
         """The next number in [low, high)."""
         self._state = (self._state + GOLDEN) & _MASK
+        # The upper 53 bits are as many as a double holds exactly.
         return low + (high - low) * (mix(self._state) >> 11) * 2.0**-53
 
 

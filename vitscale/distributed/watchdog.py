@@ -43,11 +43,11 @@ LONGEST_PERIOD_S = 3.0
 LONGEST_SILENCE_S = 45.0
 # Shorter than the timeout of collectives, which names no rank.
 SHARE_OF_TIMEOUT = 0.7
-# In periods. Silence that is enough once a connection is lost.
+# Silence in periods that is enough once a connection is lost.
 CONFIRM = 2
 # How long a rank that lost a peer waits for the name of the one that failed.
 FIND = 5
-# For the others to read the failure before the store of rank 0 ends.
+# Time for the others to read the failure before the store of rank 0 ends.
 READ = 1.5
 # How long a report may take to be sent, and to be recorded.
 SEND_S = 1.0
@@ -95,6 +95,7 @@ class Watchdog:
         self.late_s = timeout_min * 60 * SHARE_OF_TIMEOUT
         self.dead_s = min(self.late_s, LONGEST_SILENCE_S)
         self.period_s = min(LONGEST_PERIOD_S, self.late_s / 10)
+
         self._nodes = {world.rank: node_name()}
         # Marks that the device has not reached yet.
         self._ahead: deque[tuple[int, str, torch.cuda.Event | None]] = deque()
@@ -107,6 +108,7 @@ class Watchdog:
         self._beats: list[Beat] = []
         self._silent = [0] * world.world_size
         self._stalled = 0
+
         self._end = threading.Event()
         # Two: the one that uses the store blocks while rank 0 is stopped.
         self._threads = [
@@ -117,8 +119,10 @@ class Watchdog:
     def mark(self, doing: str) -> None:
         """Record progress of the loop; every rank makes the same marks in the same order."""
         if self._store is None:
+            # A rank alone has nobody to tell.
             return
         on_device = self.world.device.type == "cuda"
+        # An event shows whether the device has reached the mark, without waiting for it.
         event = torch.cuda.current_stream().record_event() if on_device else None
         self._num_marks += 1
         self._ahead.append((self._num_marks, doing, event))
@@ -133,6 +137,7 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         if self._store is None:
             return
+        # The failure must be read by the others before the store ends with this process.
         if self._is_failing and self.world.is_first:
             self._end.wait(READ * self.period_s)
         self._end.set()
@@ -160,6 +165,7 @@ class Watchdog:
 
         They are counted in the store, since the others may be in a collective.
         """
+        # Failures of storage, devices or peers are faults of one node already.
         if not isinstance(error, UserError) or error.kind is not FailureKind.BAD_INPUT:
             return error
         if self._store is None or self._raised_by_all():
@@ -180,6 +186,7 @@ class Watchdog:
     def _fail(self, error: BaseException) -> None:
         """Report that this rank ends by an error. Nothing may wait for other ranks after it."""
         kind, text = kind_and_text(error)
+        # The folder belongs to another run, which must not find this failure in its record.
         if isinstance(error, FolderTakenError):
             self.folder = None
         if self._store is not None and kind is FailureKind.PEER_LOST:
@@ -187,9 +194,11 @@ class Watchdog:
             # The thread ends this process when it knows who failed.
             self._end.wait(FIND * self.period_s)
             error.add_note("no rank is missing")
+
         end_soon(kind.exit_code)
         self._is_failing = True
         is_of_all = isinstance(error, UserError) and not isinstance(error, RankError)
+        # The record names the node, whichever rank reports it.
         if isinstance(error, NodeError):
             self._tell(
                 failure_of_node(error, reported_by=self.world.rank, step=self.step)
@@ -224,6 +233,8 @@ class Watchdog:
     def _tell(self, failure: Failure) -> Failure:
         """Tell all ranks of a failure and record it, unless they know another; returns that one."""
         text = told = READ_FAILURE.dump_json(failure).decode()
+
+        # The first report wins: later ranks fail because of it.
         if self._store is not None:
             with suppress(RuntimeError):  # rank 0 is gone
                 told = self._store.compare_set(FAILURE, "", text).decode()
@@ -252,6 +263,7 @@ class Watchdog:
                     failure = self._read() or self._find()
                 self._unanswered = 0
             except RuntimeError:
+                # The other thread decides when this is the end.
                 self._is_store_lost = True
             if failure is not None:
                 self._stop(failure)
@@ -261,6 +273,7 @@ class Watchdog:
         """End this rank if the store of rank 0 is gone or does not answer."""
         while not self._end.wait(self.period_s):
             self._unanswered += 1
+            # A lost connection is evidence by itself, so it needs less silence.
             limit_s = CONFIRM * self.period_s if self._is_store_lost else self.dead_s
             if (self._unanswered - 1) * self.period_s >= limit_s:
                 failure = self._silence([0], limit_s)
@@ -300,18 +313,22 @@ class Watchdog:
         keys = [f"vitscale/beats/{rank}" for rank in range(self.world.world_size)]
         if self.world.rank >= FIRST_RANKS or not self._store.check(keys):
             return None
+
         before = self._beats  # none the first time
         self._beats = beats = [
             Beat(*json.loads(text)) for text in self._store.multi_get(keys)
         ]
+
         for rank, (old, new) in enumerate(zip(before, beats, strict=False)):
             is_silent = old.number == new.number and not new.ended
             self._silent[rank] = self._silent[rank] + 1 if is_silent else 0
         is_stalled = [old.progress for old in before] == [new.progress for new in beats]
         self._stalled = self._stalled + 1 if is_stalled else 0
+        # After a lost connection somebody is gone, so that a shorter silence names it.
         limit_s = self.dead_s
         if any(beat.has_lost for beat in beats):
             limit_s = CONFIRM * self.period_s
+
         silent = [
             rank
             for rank, num in enumerate(self._silent)
@@ -324,6 +341,7 @@ class Watchdog:
         """The ranks that the others wait for; None when all have reached the same."""
         if self._stalled * self.period_s < self.late_s:
             return None
+        # A rank that has ended as planned waits for nobody.
         present = {
             rank: beat for rank, beat in enumerate(self._beats) if not beat.ended
         }
@@ -334,6 +352,7 @@ class Watchdog:
         doing = ", ".join(sorted({present[rank].doing for rank in late}))
         kind = FailureKind.HANG
         what = f"has kept the others waiting for {self.late_s:.0f} s ({doing})"
+        # Storage that hangs stops all its users, and blames whichever rank comes to it first.
         if self.folder is not None and not _returns(os.path.exists, self.folder):
             kind = FailureKind.STORAGE
             what += f"; the storage of {self.folder} does not answer"
@@ -355,12 +374,14 @@ class Watchdog:
             )
             print(text, file=sys.stderr, flush=True)
         if failure.kind in (FailureKind.HANG, FailureKind.PEER_LOST):
+            # Where each thread hangs is what a person needs to find the cause.
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         end_now(failure.kind.exit_code)
 
 
 def _returns(call: Callable[..., Any], *arguments: Any) -> bool:
     """Make a call that storage may hang; whether it returns within SEND_S."""
+    # A daemon, so that a hanging call does not keep the process.
     thread = threading.Thread(target=call, args=arguments, daemon=True)
     thread.start()
     thread.join(SEND_S)
@@ -373,6 +394,7 @@ def collectives_begun() -> int:
     0 where torch does not say.
     """
     with suppress(AttributeError, RuntimeError):
+        # Private, but the only count that tells which rank is one collective behind.
         groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
         return sum(
             group._get_sequence_number_for_group()
@@ -387,6 +409,7 @@ def kind_and_text(error: BaseException) -> tuple[FailureKind, str]:
     if isinstance(error, UserError):
         where = f"{error.where}: " if error.where else ""
         return error.kind, where + error.what.splitlines()[0]
+
     kind = FailureKind.OTHER
     line = str(error).partition("\n")[0]
     if isinstance(error, DEVICE_ERRORS):
@@ -420,6 +443,7 @@ def record_start_failure(folder: Path, error: UserError) -> None:
         if rank in (0, error.rank):
             record_failure(folder, failure_of_node(error, reported_by=rank))
     elif rank == 0 or isinstance(error, RankError):
+        # Rank 0 reports what all ranks have in common, the others only what is theirs alone.
         kind, text = kind_and_text(error)
         node = node_name()
         what = f"rank {rank} on {node} ended at its start: {text}"

@@ -36,10 +36,12 @@ class Workers:
         self._function = function
         self._pipes = list[Connection]()
         self._processes = list[BaseProcess]()
+        # One worker would only add the cost of its pipe.
         if num == 1:
             return
         for _ in range(num):
             ours, theirs = Pipe()
+            # With `theirs` closed here, the death of a worker ends the pipe.
             with _deaths_named(), theirs:
                 process = start_worker(_work, (theirs, function), imports=imports)
             self._processes.append(process)
@@ -61,10 +63,12 @@ class Workers:
             for number, item in enumerate(items):
                 yield number, item, self._function(item)
             return
+
         idle = [*self._pipes]
         busy = dict[Connection, tuple[int, Item]]()
         numbered = enumerate(items)
         while True:
+            # One item per idle worker: a slow item then keeps no others waiting behind it.
             for number, item in islice(numbered, len(idle)):
                 worker = idle.pop()
                 with _deaths_named():
@@ -103,6 +107,7 @@ def _work(connection: Connection, function: Callable[[Any], Any]) -> None:
             try:
                 reply = function(item), None
             except Exception as error:
+                # Errors for users speak for themselves; others need the traceback of their process.
                 if not isinstance(error, UserError):
                     error.add_note(f"in a worker process:\n{traceback.format_exc()}")
                 reply = None, error

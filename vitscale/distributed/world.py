@@ -97,10 +97,12 @@ def _read_environment() -> World:
             next_step="start through deepspeed, vitscale launch or vitscale launch --local; for "
             "one process alone: unset RANK",
         )
+
     env.setdefault("LOCAL_RANK", "0")
     # The deepspeed launcher says LOCAL_SIZE, torchrun and submitit LOCAL_WORLD_SIZE.
     env.setdefault("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", "1"))
     environment_number("MASTER_PORT", least=0, most=(1 << 16) - 1)
+
     world_size = environment_number("WORLD_SIZE", least=1)
     return World(
         rank=environment_number("RANK", least=0, most=world_size - 1),
@@ -134,6 +136,7 @@ def _pick_device(
 ) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
+    # A driver that is too old is only a warning of torch, which would silently use the CPU.
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*driver.* too old")
         try:
@@ -155,6 +158,7 @@ def _pick_device(
             next_step="run nvidia-smi on this node",
         )
         raise on_node(lost, rank=int(os.environ.get("RANK", "0")), node=node_name())
+
     if wanted == "auto" and not num_gpus:
         return torch.device("cpu")
     if num_gpus == 1 and is_task:
@@ -172,6 +176,8 @@ def _choose_interface(world: World) -> None:
     """Let gloo use the network of the route to rank 0, not the one of this node's host name."""
     if world.world_size == world.local_world_size or "GLOO_SOCKET_IFNAME" in os.environ:
         return
+
+    # Connecting a datagram socket only looks up the route, and shows this node's address on it.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
         own = probe.getsockname()[0]
@@ -190,6 +196,7 @@ def _connect(
         int(os.environ["MASTER_PORT"]),
         is_master=is_master,
         timeout=timedelta(seconds=timeout_s),
+        # Ranks are waited for by keys, since this wait would not say who is missing.
         wait_for_workers=False,
     )
 
@@ -228,6 +235,7 @@ def _join(
 
     raised = odd or problem
     if raised is not None:
+        # All ranks have read the answer before rank 0 takes the store away.
         _leave_store(store, world)
         raise raised
     return device, store
@@ -286,6 +294,7 @@ def _rendezvous(world: World, *, word: str, timeout_s: float) -> dist.TCPStore:
     """
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     limit = f"{timeout_s / 60:g} min"
+
     # Rank 0 has two connections of each rank, and any rank may open the checkpoint files of all.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -293,6 +302,7 @@ def _rendezvous(world: World, *, word: str, timeout_s: float) -> dist.TCPStore:
         store = _connect(is_master=world.is_first, timeout_s=timeout_s)
         store.set(f"{HERE}/{world.rank}", node_name())
         store.set(f"{DEVICE}/{world.rank}", word)
+        # The last rank to come opens the door for all.
         if store.add(HERE, 1) == world.world_size:
             store.set(f"{HERE}/all", "")
     except RuntimeError as error:
@@ -304,11 +314,13 @@ def _rendezvous(world: World, *, word: str, timeout_s: float) -> dist.TCPStore:
             f"rank 0 does not answer at {address} ({limit})",
             next_step="read the output of rank 0; check that MASTER_ADDR is its node",
         ) from None
+
     try:
         store.wait([f"{HERE}/all"])
     except RuntimeError as error:
         missing = "rank 0 names the missing"
         if world.is_first:
+            # Only the store's owner can tell who is missing; others would ask it all at once.
             ranks = map(str, range(world.world_size))
             absent = [rank for rank in ranks if not store.check([f"{HERE}/{rank}"])]
             missing = f"missing: {', '.join(absent)}"
@@ -337,11 +349,13 @@ def process_group(
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _choose_interface(world)
     own_device, store = _join(world, wanted=device)
+
     world = replace(world, device=own_device)
     backend = "gloo"
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
         backend = "cpu:gloo,cuda:nccl"
+
     dist.init_process_group(
         backend,
         rank=world.rank,
@@ -377,6 +391,7 @@ def _leave(store: dist.Store, world: World, *, exit_code: int) -> None:
     A rank ends with `exit_code` if that takes long: it hangs, or rank 0 or a missing rank does.
     """
     late = threading.Timer(LEAVE_S, end_now, [exit_code])
+    # A daemon, so that the timer itself does not keep the process.
     late.daemon = True
     late.start()
     dist.destroy_process_group()
@@ -446,6 +461,7 @@ class PreemptionFlag:
 
     def _remember(self, number: int, _: object) -> None:
         if number == signal.SIGINT:
+            # The first one asks for an orderly stop; the second means that it takes too long.
             if self._interrupted:
                 end_now(EXIT_INTERRUPTED)
             self._interrupted = True
@@ -456,12 +472,15 @@ class PreemptionFlag:
 
         Set one or two calls after a signal; a single rank stops at once.
         """
+        # No other rank needs to agree.
         if self._group is None:
             self._stops = self._stops or self._received
             return self._stops
         if self._work is not None:
+            # The last step's reduction has had a whole step to finish, so this wait is short.
             self._work.wait()
             self._stops = self._stops or bool(self._flag)
+
         self._flag = torch.tensor([self._received], dtype=torch.uint8)
         self._work = dist.all_reduce(
             self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True
