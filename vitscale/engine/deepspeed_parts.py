@@ -23,7 +23,7 @@ from vitscale.engine.layouts import Layout, Part
 
 # DeepSpeed's autotuner imports mlflow where it is installed, which takes a second.
 _hidden = sys.modules.setdefault("mlflow", None) is None  # type: ignore[arg-type]  # so Python marks it
-# Else it warns of a CPU at every start.
+# Otherwise it warns of a CPU at every start.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 try:
     import deepspeed
@@ -70,7 +70,7 @@ def initialize_deepspeed(
     )
     warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
 
-    # Instead of a clone of the world, which would have its own connections, and 30 min of time-out.
+    # This replaces a clone of the world, with connections of its own and a time-out of 30 min.
     groups._WORLD_GROUP = dist.group.WORLD
 
     # A stage 0 with autocast sets it for good; later engines would sum gradients in bf16.
@@ -137,6 +137,7 @@ class WrappedLayout(Layout):
         self._engine.backward(loss)
 
     def _check_graph(self, loss: torch.Tensor) -> None:
+        # Reached are parameters to which the backward pass of this loss would add gradients.
         reached = _tensors_with_gradients(loss)
         unused = frozenset(
             name for key, name in self._names.items() if key not in reached
@@ -168,7 +169,7 @@ class WrappedLayout(Layout):
         self._engine.step()
 
     def norm(self) -> Any:
-        # The wrapper's: DeepSpeed's engine copies it only after the update.
+        # DeepSpeed's engine copies the norm from the wrapper only after the update.
         return self._wrapper._global_grad_norm
 
     def loss_scale(self) -> float:
@@ -188,12 +189,14 @@ def _tensors_with_gradients(loss: torch.Tensor) -> set[int]:
     """The ids of all tensors that a backward pass of `loss` adds gradients to."""
     reached: set[int] = set()
     seen: set[Any] = set()
+    # A list instead of recursion: the graph of a deep model is deeper than Python's stack.
     waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
+        # Leaves of the graph, which hold the parameters, have a `variable`.
         if hasattr(node, "variable"):
             reached.add(id(node.variable))
         waiting += [function for function, _ in node.next_functions]
@@ -225,6 +228,7 @@ class SlicedLayout(WrappedLayout):
         wrapper = self._wrapper
         rank = self._world.rank
         own = [parts[rank] for parts in wrapper.parallel_partitioned_bit16_groups]
+        # Each rank rounds its fp32 slice to the dtype of the forward pass, which needs all slices.
         torch._foreach_copy_(own, self.updated_tensors())
         if self._world.world_size > 1:
             for flat, part in zip(wrapper.bit16_groups_flat, own, strict=True):
@@ -244,6 +248,7 @@ class PartitionedLayout(WrappedLayout):
             number, offset, size = wrapper.grad_position[
                 wrapper.get_param_id(parameter)
             ]
+            # Every slice has the same size, so the last ranks may have nothing but padding.
             start = size * self._world.rank
             if start < parameter.ds_numel:
                 yield Part(
@@ -266,5 +271,6 @@ class PartitionedLayout(WrappedLayout):
         wrapper._partition_all_parameters()
         for number in range(len(wrapper.fp32_partitioned_groups_flat)):
             wrapper._reassign_or_swap_out_partitioned_parameters(number)
+        # Small parameters stay whole on every rank, so their new values are gathered at once.
         if wrapper.persistent_parameters:
             wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)

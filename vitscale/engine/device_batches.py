@@ -28,11 +28,14 @@ class DeviceBatches:
     def __next__(self) -> Batch:
         if self._stream is None:
             return next(self._batches)
+        # Usually done already; the first batch, and any after a slow one, is fetched here.
         self.prefetch()
         batch = self._ahead
         self._ahead = None
+
         if isinstance(batch, Exception):
             raise batch
+        # The kernels of this stream must wait for the copy, but this thread need not.
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         batch.keep_for(current)  # its memory belongs to the other stream
@@ -51,6 +54,7 @@ class DeviceBatches:
             with torch.cuda.stream(self._stream):
                 self._ahead = batch.to(self._device)
         except Exception as error:
+            # Kept for the next call: the step in progress is not at fault.
             self._ahead = error
 
 
@@ -60,6 +64,7 @@ class Normalization:
     def __init__(
         self, *, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
     ) -> None:
+        # (x / 255 - m) / s = x * (1 / (255 s)) - m / s, with one scale and shift for each channel.
         scale = [1 / (255 * s) for s in std]
         shift = [-m / s for m, s in zip(mean, std, strict=True)]
         self._scale_3HW = torch.tensor(scale, device=device).view(3, 1, 1)

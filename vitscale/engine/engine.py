@@ -68,6 +68,7 @@ class Engine:
             self._state_names += (AVERAGE,)
 
         parameters = dict(model.named_parameters())
+        # Persistent buffers are saved and restored as well, but not trained.
         self._buffer_names = sorted(set(model.state_dict()) - parameters.keys())
         # DeepSpeed rounds the parameters before it copies them; these stay as they are.
         initial = {name: parameter.data for name, parameter in parameters.items()}
@@ -79,6 +80,7 @@ class Engine:
         }
         self._frozen_values: dict[str, torch.Tensor] = {}
         """In fp32, in the memory of the first rank's CPU; other ranks: none."""
+        # One copy is enough: other ranks get the values from the first one when they resume.
         if world.is_first:
             for name in self._frozen:
                 self._frozen_values[name] = initial[name].float().cpu().clone()
@@ -174,6 +176,8 @@ class Engine:
         decay = self._ema.decay_at(self._num_averaged)
         weights = self._layout.updated_tensors()
         averages = [self.base_optimizer.state[tensor][AVERAGE] for tensor in weights]
+
+        # avg + (w - avg) * (1 - decay) = decay * avg + (1 - decay) * w, in one kernel per group.
         torch._foreach_lerp_(averages, weights, 1.0 - decay)
 
     @contextmanager
@@ -192,6 +196,7 @@ class Engine:
     def _swap_average(self) -> None:
         for weights in self._layout.updated_tensors():
             average = self.base_optimizer.state[weights][AVERAGE]
+            # Values change places, not tensors, which the optimiser and DeepSpeed refer to.
             copied_weights = weights.detach().clone()
             weights.copy_(average)
             average.copy_(copied_weights)
@@ -220,6 +225,7 @@ class Engine:
     @torch.no_grad()
     def _renew_remainders(self) -> None:
         """Compute the remainders on all ranks, after any change of weights."""
+        # Other ranks renew their own parts; zeros here let the sum below put all parts together.
         for remainder in self._remainders.values():
             remainder.zero_()
 
@@ -273,6 +279,7 @@ class Engine:
         """
         owned: dict[str, torch.Tensor] = {}
         for name, part, values in self._own_values():
+            # A part that is a whole parameter needs no slice in its name.
             if part.num_values == part.shape.numel():
                 owned[name] = values.view(part.shape)
             else:
@@ -306,6 +313,7 @@ class Engine:
             "guard": self._guard.state(),
             "num_averaged": self._num_averaged,
         }
+        # Only fp16 under ZeRO scales its loss, and only a wrapper of DeepSpeed has the scale.
         if isinstance(self._layout, WrappedLayout) and self.dtype == torch.float16:
             counters["loss_scaler"] = self._layout.loss_scaler()
         return counters
@@ -314,6 +322,7 @@ class Engine:
         """Restore what `export_counters` of any layout gave."""
         self._guard.load_state(counters["guard"])
         self._num_averaged = counters["num_averaged"]
+        # A checkpoint of another precision has no loss scale; fp16 then starts with its own.
         if isinstance(self._layout, WrappedLayout) and "loss_scaler" in counters:
             self._layout.set_loss_scaler(counters["loss_scaler"])
 
@@ -330,6 +339,7 @@ class Engine:
             for name, part, values in self._own_values():
                 values.copy_(read(name, part.start, part.num_values))
 
+            # The first rank alone saves buffers and frozen parameters, and so it alone reads them.
             whole_tensors = list(self._frozen_values.items())
             if self.world.is_first:
                 whole_tensors += self._buffers()
@@ -362,12 +372,14 @@ class Engine:
     def _create_optimizer_state(self, steps: int) -> None:
         """Optimisers create their state at the first step; a resumed one needs it before."""
         optimizer = self.base_optimizer
+        # An optimiser may keep a state in bf16, which must then be created in bf16.
         dtypes = getattr(optimizer, "state_dtypes", {})
         for weights in self._layout.updated_tensors():
             state: dict[str, torch.Tensor] = {
                 name: torch.zeros_like(weights, dtype=dtypes.get(name))
                 for name in self._state_names
             }
+            # The average starts as a copy of the weights: from zero it would be too small.
             if AVERAGE in state:
                 state[AVERAGE].copy_(weights.detach())
             state["step"] = torch.tensor(float(steps), device=weights.device)
@@ -418,6 +430,7 @@ def _cast_fixed_tables(model: nn.Module) -> None:
             continue
         for name in module._non_persistent_buffers_set:
             table = module._buffers[name]
+            # Tables of integers, such as indices, stay as they are.
             if table is not None and table.is_floating_point():
                 module._buffers[name] = table.to(dtypes[0])
 
@@ -428,6 +441,7 @@ def _cast_fixed_tables(model: nn.Module) -> None:
 def resolve_precision(settings: EngineSettings, device: torch.device) -> torch.dtype:
     """The dtype of the forward pass."""
     wanted = settings.precision
+    # Most CPUs compute more slowly in bf16 than in fp32.
     if wanted == "auto":
         wanted = "bf16" if device.type == "cuda" else "fp32"
     if wanted == "fp16" and device.type != "cuda":
@@ -491,6 +505,7 @@ def deepspeed_config(
     }
     config |= _precision(settings, dtype)
     if dtype != torch.float32 and stage > 0:
+        # The error of a sum in half precision grows with the number of ranks.
         config["communication_data_type"] = "fp32"
         if world_size <= MAX_RANKS_IN_HALF:
             config["communication_data_type"] = DTYPE_NAMES[dtype]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Stands for the number of a step or micro-step where there was none.
 NEVER = -1
 
 
@@ -109,6 +110,7 @@ class GradientSums:
     def _arrived(self, bucket: _Bucket, parameter: torch.Tensor) -> None:
         bucket.num_arrived += 1
         if self._is_last():
+            # Each arrival may complete the bucket that the others wait behind.
             self._send(only_full=True)
 
     def _send(self, *, only_full: bool) -> None:
@@ -122,7 +124,9 @@ class GradientSums:
             values = self.values[bucket.start : bucket.stop]
             if self._has_copy:
                 values.add_(self._added[bucket.start : bucket.stop])
+            # Divided before it is sent: the sum of many ranks could overflow in fp16.
             bucket.sent = values.div_(self._num_ranks).to(self._sent_as)
+            # The sum runs beside the rest of the backward pass; `_receive` waits for it.
             bucket.work = dist.all_reduce(bucket.sent, async_op=True)
             self._num_sent += 1
 
@@ -134,6 +138,7 @@ class GradientSums:
             for bucket in self._buckets:
                 self._receive(bucket)
         elif self._has_copy:
+            # Micro-batches add up in fp32, so each one leaves half precision at once.
             self.values.add_(self._added)
             self._added.zero_()
 
@@ -144,6 +149,7 @@ class GradientSums:
         """Wait for the mean of a bucket that was sent."""
         assert bucket.sent is not None
         bucket.work.wait()
+        # In fp32 the sum was computed in place.
         if bucket.sent.dtype != self.values.dtype:
             self.values[bucket.start : bucket.stop].copy_(bucket.sent)
         bucket.sent = None
@@ -155,6 +161,7 @@ class GradientSums:
         self._added.zero_()
         if self._has_copy:
             self.values.zero_()
+        # DeepSpeed sets gradients to None after an update; autograd would then allocate new ones.
         for parameter, view in self._views:
             parameter.grad = view
 
@@ -252,6 +259,7 @@ class UpdateGuard:
     def finish(self) -> None:
         """Count the update, applied or skipped."""
         self._steps += 1
+        # DeepSpeed may have skipped the update itself, without a call of `_step`.
         _, bad = self._read_norm()
         counts = self._counts
         counts[0] += bad
@@ -290,6 +298,7 @@ class UpdateGuard:
 
     def load_state(self, state: dict[str, int]) -> None:
         self._steps = state["steps"]
+        # Micro-steps start over with the step, since a run resumes between steps.
         self._micro_steps = self._steps * self._accumulation
         values = [state["skipped"], state["consecutive"], state["last_skipped_step"]]
         self._counts.copy_(torch.tensor([*values, NEVER, 0]))

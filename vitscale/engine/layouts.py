@@ -112,6 +112,7 @@ class OwnLayout(Layout):
             self._sums.finish()
 
     def update(self) -> None:
+        # Before the step, which clips by this norm and then forgets the gradients.
         self._norm = self._global_norm()
 
         # Steps the base optimiser, and sets the gradients of all parameters to None.
@@ -163,6 +164,7 @@ class PlainLayout(OwnLayout):
         ]
 
     def parts(self, named: Iterable[tuple[str, Any]]) -> Iterator[Part]:
+        # Every rank saves every n-th parameter, so that all ranks write about as much.
         for name, parameter in list(named)[self._world.rank :: self._world.world_size]:
             yield Part(
                 name=name,
@@ -180,6 +182,7 @@ class PlainLayout(OwnLayout):
         for number, parameter in enumerate(self._parameters):
             states = [self.base_optimizer.state[parameter][name] for name in names]
             for tensor in (parameter.detach(), *states):
+                # The rank that saves a parameter has read it; see `parts`.
                 broadcast_tensor(tensor, source=number % self._world.world_size)
 
     def _global_norm(self) -> torch.Tensor:
@@ -226,6 +229,7 @@ class FlatLayout(OwnLayout):
         device = world.device
         self._flats = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
         self._group_and_offset = _move_into(self._flats, members)
+        # Parameters that are not trained are in no group, but the forward pass needs them, too.
         for parameter in engine.module.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
@@ -251,6 +255,7 @@ class FlatLayout(OwnLayout):
             self._sums.values.narrow(0, start + world.rank * size, size)
             for start, size in zip(starts, self._slice_sizes, strict=True)
         ]
+        # The optimiser sees one tensor per group: this rank's master weights.
         for group, master, gradient in zip(
             param_groups, self._masters, self._gradients, strict=True
         ):
@@ -282,6 +287,7 @@ class FlatLayout(OwnLayout):
 
     @torch.no_grad()
     def publish_weights(self) -> None:
+        # In fp32 the master weights are the slices themselves.
         if self._masters[0].dtype != self._slices[0].dtype:
             torch._foreach_copy_(self._slices, self._masters)
         if self._world.world_size > 1:
@@ -311,6 +317,7 @@ def _move_into(
         for parameter in group:
             view = flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
             view.copy_(parameter)
+            # From here on the parameter and the flat tensor share their memory.
             parameter.data = view
             group_and_offset[parameter] = (number, offset)
             offset += parameter.numel()
