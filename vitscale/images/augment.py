@@ -72,6 +72,7 @@ def augment(
         if settings.three_augment:
             picture = three_augment(picture, random)
         image = _to_tensor(picture)
+
     if settings.erasing is not None:
         image = erase(image, settings.erasing, random, mean, std)
     return image
@@ -96,11 +97,13 @@ def rand_augment(
 ) -> Picture:
     """Apply `num_ops` operations, drawn with replacement. Source: Cubuk et al. 2019, and above."""
     operations = _operations(settings, mean)
+
     for _ in range(settings.num_ops):
         operation = operations[_below(len(operations), random)]
         if settings.policy == "augreg":
             picture = operation(picture, settings.magnitude, random)
         elif random.uniform() < TIMM_PROBABILITY:
+            # Never 0, whose quantile is minus infinity.
             normal = NormalDist().inv_cdf(random.uniform(2.0**-54, 1.0))
             magnitude = settings.magnitude + settings.magnitude_std * normal
             picture = operation(picture, min(max(magnitude, 0.0), 10.0), random)
@@ -133,10 +136,12 @@ def three_augment(picture: Picture, random: CounterRandom) -> Picture:
     else:
         # Pillow computes it as three box filters.
         picture = picture.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))
+
     steps = [
         (enhancer, random.uniform(1 - JITTER, 1 + JITTER)) for enhancer in JITTERED
     ]
     while steps:
+        # Each round applies one of the steps that are left, which gives a random order.
         enhancer, factor = steps.pop(_below(len(steps), random))
         picture = enhancer(picture).enhance(factor)
     return picture
@@ -160,9 +165,11 @@ def erase(
     """
     if random.uniform() >= settings.probability:
         return image
+
     _, height, width = image.shape
     for _ in range(ERASING_ATTEMPTS):
         pixels = random.uniform(*ERASED_AREA) * height * width
+        # Drawn in the logarithm, so that a box is as often wide as it is high.
         ratio = math.exp(random.uniform(*map(math.log, ERASED_ASPECT)))
         h = round(math.sqrt(pixels * ratio))
         w = round(math.sqrt(pixels / ratio))
@@ -183,8 +190,10 @@ def _filling(
     if mode == "const":
         return torch.tensor(_mean_colour(mean), dtype=torch.uint8).view(3, 1, 1)
     if mode == "rand":
+        # One colour for the whole box, which broadcasting spreads.
         size = (1, 1)
     height, width = size
+    # One code for each channel and pixel: a probability in steps of 2^-16.
     codes = _codes(3 * height * width, random).reshape(3, height, width)
     planes = [
         _noise_levels(*statistics)[plane]
@@ -200,6 +209,7 @@ def _mean_colour(mean: RGB) -> Colour:
 @lru_cache(maxsize=8)
 def _noise_levels(mean: float, std: float) -> np.ndarray:
     """uint8 [65536]: quantiles of a normal distribution at equal steps of probability."""
+    # The middle of each step: quantiles of 0 and 1 are infinite.
     share = (torch.arange(1 << 16, dtype=torch.float64) + 0.5) / (1 << 16)
     level = (255 * (mean + std * torch.special.ndtri(share))).round().clamp(0, 255)
     return level.byte().numpy()
@@ -207,6 +217,7 @@ def _noise_levels(mean: float, std: float) -> np.ndarray:
 
 def _codes(num: int, random: CounterRandom) -> np.ndarray:
     """uint16 [num] from one draw; one draw per pixel would take 50 ms."""
+    # The generator's 53 random bits become the upper bits of a start for a stream of its own.
     start = int(random.uniform() * 2.0**53) << 11
     return splitmix(start, num // 4 + 1).astype("<u8").view("<u2")[:num]
 
@@ -300,6 +311,7 @@ def _affine(
     amount = _either_sign(m / 10 * most, random)
     if interpolation is None:
         interpolation = "bilinear" if random.uniform() < 0.5 else "bicubic"
+
     width, height = picture.size
     return picture.transform(
         picture.size,
@@ -324,6 +336,7 @@ def _augreg_translate(
     picture: Picture, m: float, random: CounterRandom, *, along_x: bool
 ) -> Picture:
     """Translate by up to 100 whole pixels (200 at magnitude 20), for any image size."""
+    # Halves are rounded up, for both signs.
     pixels = math.floor(_either_sign(m / 10 * 100, random) + 0.5)
     corner = (0, -pixels)
     if along_x:

@@ -111,6 +111,7 @@ def random_crop_box(
     Source: the inception crop, Szegedy et al. 2015, sec. 6; aspect log-uniform as in torchvision.
     """
     for _ in range(CROP_ATTEMPTS):
+        # Share of the area and ratio of the sides give both: w * h = pixels, w / h = ratio.
         pixels = random.uniform(*area) * width * height
         ratio = math.exp(random.uniform(*map(math.log, aspect)))
         w = round(math.sqrt(pixels * ratio))
@@ -119,6 +120,8 @@ def random_crop_box(
         box = _anywhere(w, h, width, height, random)
         if 0 < w <= width and 0 < h <= height:
             return box
+
+    # No box fitted: the largest one whose ratio is allowed, in the centre.
     ratio = min(max(width / height, aspect[0]), aspect[1])
     w = min(width, round(height * ratio))
     h = min(height, round(width / ratio))
@@ -148,6 +151,7 @@ def tf_crop_box(
         ratio = random.uniform(*aspect)
         low = round(math.sqrt(least / ratio))
         high = round(math.sqrt(most / ratio))
+        # The width must fit, too: this is then the largest height that allows it.
         if round(high * ratio) > width:
             high = int((width + 0.5 - 1e-7) / ratio)
             high -= round(high * ratio) > width
@@ -160,6 +164,8 @@ def tf_crop_box(
         w = round(h * ratio)
         if least <= w * h <= most and 0 < w <= width and 0 < h <= height:
             return _anywhere(w, h, width - 1, height - 1, random)
+
+    # So many misses mean that hardly any box satisfies both ranges.
     return CropBox(0, 0, width, height)
 
 
@@ -175,9 +181,11 @@ def plain_crop_box(
     side = min(width, height)
 
     def place(length: int) -> tuple[int, int]:
+        # Pixels that are left over along the long side, at the size of the output.
         room = size * length // side - size
         drawn = int(random.uniform() * (room + 2 * PLAIN_CROP_PADDING + 1))
         start = drawn - PLAIN_CROP_PADDING
+        # The part of the shift that leaves the image is made up by `reflected`.
         inside = min(max(start, 0), room)
         return min(round(inside * side / size), length - side), start - inside
 
@@ -194,6 +202,7 @@ def squash_crop_box(
     BiT squashes the image to a square and cuts a smaller one out of it (`input_pipeline` of
     big_transfer). This crop differs by at most half a source pixel, because the box is rounded.
     """
+    # At least one pixel, whatever the share is.
     w = max(1, round(width * share))
     h = max(1, round(height * share))
     return _anywhere(w, h, width, height, random)
@@ -207,6 +216,7 @@ def reflected(image_3RC: torch.Tensor, *, right: int, down: int) -> torch.Tensor
 
     def sources(length: int, shift: int) -> torch.Tensor:
         last = length - 1
+        # Two reflections: at the first pixel by the inner absolute value, at the last by the outer.
         return last - (last - (torch.arange(length) + shift).abs()).abs()
 
     _, rows, columns = image_3RC.shape
@@ -226,6 +236,7 @@ def center_crop(
     down: the centre begins as in transformers, where an odd number of pixels is cut.
     The ends of an image that is longer than `MAX_ASPECT` times its short side are left out.
     """
+    # Beyond this ratio most of the resized image would be cut away.
     w = min(width, MAX_ASPECT * height)
     h = min(height, MAX_ASPECT * width)
     box = CropBox((width - w) // 2, (height - h) // 2, w, h)
@@ -281,6 +292,7 @@ def area_resized(
         scale = num_in / num_out
         begin_K1 = (torch.arange(num_kept)[:, None] + (num_out - num_kept) // 2) * scale
         pixel = torch.arange(num_in)
+        # The overlap of each input pixel [n, n + 1) with the area of each output pixel.
         end_KN = torch.minimum(begin_K1 + scale, pixel + 1)
         return (end_KN - torch.maximum(begin_K1, pixel)).clamp(min=0) / scale
 
@@ -302,6 +314,7 @@ def crop_and_resize(pixels_HW3: torch.Tensor, request: CropRequest) -> torch.Ten
     bottom = box.top + box.height
     if not (0 <= box.left < right <= width and 0 <= box.top < bottom <= height):
         raise ValueError(f"{box} exceeds the image of {width} x {height} pixels")
+
     crop_HW3 = pixels_HW3[box.top : bottom, box.left : right]
     # A view of interleaved pixels is channels_last, which torch resamples faster than planes.
     crop_1CHW = crop_HW3.permute(2, 0, 1)[None]
@@ -341,6 +354,7 @@ class Decoder:
 
         Raises ValueError for a box that exceeds the image.
         """
+        # The whole image is decoded even for a small box; `RegionDecoder` is the fast way.
         pixels = crop_and_resize(self.whole(data), request)
         return pixels if out is None else out.copy_(pixels)
 
@@ -371,6 +385,7 @@ def decode_webp(data: bytes) -> torch.Tensor | None:
 
     None for anything but one complete picture. Raises OSError or ValueError if unreadable.
     """
+    # The extended format (VP8X) may be animated or transparent, which Pillow alone handles.
     if data[:4] != b"RIFF" or data[8:16] not in (b"WEBPVP8 ", b"WEBPVP8L"):
         return None
     whole, picture = (int.from_bytes(data[i : i + 4], "little") for i in (4, 16))
@@ -387,6 +402,7 @@ def decode_webp(data: bytes) -> torch.Tensor | None:
         pixels: torch.Tensor = read_webp(stored, ImageReadMode.RGB).permute(1, 2, 0)
     except RuntimeError:
         return None
+    # If the sizes differ, the two libraries read the file in different ways; Pillow decides.
     return pixels if pixels.shape == (height, width, 3) else None
 
 
@@ -405,12 +421,14 @@ class RegionDecoder(Decoder):
     def crop(
         self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
+        # The decoder of a box stops behind it, and so would not notice a missing end.
         if not _is_whole_jpeg(data):
             return super().crop(data, request, out=out)
         if out is None:
             out = torch.empty((3, *request.shape), dtype=torch.uint8)
         try:
             decode_region(data, request, out.numpy(), allow_avx2=self.allow_avx2)
+        # Pillow decides what is wrong with it, so that all decoders report the same.
         except (ValueError, OverflowError):
             return super().crop(data, request, out=out)
         return out
@@ -460,7 +478,9 @@ def missing(name: str) -> str | None:
         _extension()
     except ImportError as error:
         return f"its C extension was not built, or cannot be loaded ({error})"
+
     # Decode one image now, to find a libjpeg that differs from the one it was built for.
+    # Noise, subsampled colours and a box inside a block leave little room for chance.
     noise = np.random.default_rng(0).integers(0, 256, (40, 40, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "JPEG", subsampling="4:2:0")
@@ -472,11 +492,13 @@ def missing(name: str) -> str | None:
         antialias=False,
         flip=False,
     )
+
     try:
         decode_region(file.getvalue(), request, pixels)
     except (TypeError, ValueError) as error:
         # TypeError: it was built from other sources.
         return str(error)
+
     expected = decode(file.getvalue())[21:30, 20:29].permute(2, 0, 1).numpy()
     if np.array_equal(pixels, expected):
         return None

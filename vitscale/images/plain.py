@@ -53,7 +53,7 @@ KINDS_OF_BYTES = (1, 2, 7)
 # of 100 megapixels has 65,536 strips at most, and a tile of 4,096 px a side is a large one.
 MAX_NUMBERS = 1 << 18
 MAX_TILE_PIXELS = 1 << 26
-# Of a grey picture.
+# Largest number of pixels of a grey picture.
 MAX_PIXELS = 1 << 28
 GREY = ("1", "L", "LA", "La")
 # Bits per sample of a PNG without a palette or an alpha channel, by Pillow's name of its rows.
@@ -91,6 +91,7 @@ def format_of(data: bytes) -> str | None:
     for start, format in STARTS.items():
         if data.startswith(start):
             return format
+    # RIFF is a container for sound and video as well.
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
         return "WEBP"
     # ISO 23008-12: the names of all standards that the file follows.
@@ -108,7 +109,7 @@ def open_picture(data: bytes, *, formats: Sequence[str]) -> Image.Image:
     _quiet_pillow()
     format = format_of(data)
     if format != "HEIF":
-        # Pillow does not know the name before the package is loaded.
+        # The package pillow-heif adds the name, so Pillow does not know it before that.
         formats = [name for name in formats if name != "HEIF"]
     elif format in formats:
         _add_heif()
@@ -137,12 +138,13 @@ def _refuse_long_lists(data: bytes) -> None:
 
     Raises struct.error where its tags end too early.
     """
+    # Bytes 4 to 7 say where the first folder of tags begins; the loop below adds others.
     order = ">" if data.startswith(b"MM") else "<"
     folders = [*struct.unpack_from(f"{order}L", data, 4)]
     for start in folders:
         (num_tags,) = struct.unpack_from(f"{order}H", data, start)
         tags = data[start + 2 : start + 2 + 12 * num_tags]
-        # Of each: its number, the kind of its values, how many, and one of them or their place.
+        # Each tag has a number, a kind and a count of its values, and one of them or their place.
         for tag, kind, count, place in struct.iter_unpack(f"{order}HHLL", tags):
             if count > MAX_NUMBERS and kind not in KINDS_OF_BYTES:
                 raise ValueError(f"a TIFF with a list of {count:,} numbers")
@@ -157,9 +159,11 @@ def _refuse_wrong_pixels(image: Image.Image) -> None:
         raise ValueError(
             "samples of 32 bits or with a sign: nothing says which is white"
         )
+
     is_deep = max(tiff_tag(image, BITS, (1,))) > 8
     if is_deep and tiff_tag(image, 284, 1) == 2:
         raise ValueError("16-bit colours in separate planes")
+
     tile = tiff_tag(image, 322, 1) * tiff_tag(image, 323, 1)
     if tile > MAX_TILE_PIXELS:
         raise ValueError(f"a tile of {tile:,} pixels; at most {MAX_TILE_PIXELS:,}")
@@ -208,6 +212,7 @@ def _plain_mode(image: Image.Image) -> str:
 def _opaque(image: Image.Image) -> Image.Image:
     """Return 8-bit L or RGB, whatever is transparent."""
     if image.mode.startswith("I"):  # 16-bit grey, which Pillow would clip to white
+        # The brightest value that the stored number of bits can have.
         white = (1 << max(tiff_tag(image, BITS, (16,)))) - 1
         levels = (np.asarray(image) * 255.0 / white).round().clip(0, 255)
         # Pillow inverts pictures whose 0 is white, but not these.
@@ -235,18 +240,21 @@ def _keyed_pixels(image: Image.Image) -> np.ndarray | None:
         low = _low_bytes(image)
         samples = np.asarray(image).astype(np.uint16) << 8 | low
     elif depth < 8:
+        # Pillow scales grey of fewer bits to 0..255, and leaves the numbers of a palette.
         scale = 255 // ((1 << depth) - 1) if image.mode == "L" else 1
         samples = np.asarray(image).astype(np.uint8) // scale
     else:
         samples = np.asarray(image)
     # Bits above the depth of the picture do not count.
     stored_key = np.array(key) & ((1 << depth) - 1)
+
     same = np.asarray(samples == stored_key)
     return np.asarray(same.all(axis=2)) if same.ndim == 3 else same
 
 
 def _low_bytes(image: PngImageFile) -> np.ndarray:
     """Return the low bytes of the samples of a 16-bit RGB PNG, uint8 [H, W, 3]."""
+    # Pillow goes on reading from this position, which is restored at the end.
     file = image.fp
     assert file is not None
     position = file.tell()
@@ -288,6 +296,7 @@ def grey_picture(content: bytes, *, side: int) -> GreyPicture | None:
             # filled, hence the box, which is the true extent of the picture.
             drafted = image.draft("L", (2 * side, 2 * side))
             grey = plain(image).convert("L")
+            # The orientation is read before the file is closed, and applied to the small picture.
             turn = orientation(image)
             small = grey.resize(
                 (side, side),

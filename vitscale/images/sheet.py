@@ -41,12 +41,16 @@ def draw_rows(path: Path, rows: Sequence[tuple[str, Sequence[bytes]]]) -> None:
     for y, (text, images) in enumerate(rows):
         draw.text((2, y * height + 1), text, "black", font)
         for x, content in enumerate(images):
+            # A damaged image leaves its place blank, since the sheet is there to find such images.
             with (
                 suppress(*DAMAGE),
                 open_picture(content, formats=(*SUFFIXES,)) as image,
             ):
+                # JPEG decoders scale down cheaply; twice the size is enough for a clean resize.
                 image.draft("RGB", (2 * SIDE, 2 * SIDE))
                 small = ImageOps.contain(image.convert("RGB"), (SIDE - 2, SIDE - 2))
                 sheet.paste(small, (x * SIDE, y * height + TEXT))
+
+    # Written at once, so that an interrupted command leaves no half of a sheet.
     with atomic_file(path) as file:
         sheet.save(file, "PNG")

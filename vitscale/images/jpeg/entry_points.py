@@ -67,6 +67,7 @@ def entry_points_file(folder: Path, tar: str) -> Path:
 
 def write_entry_points(path: Path, found: Mapping[int, bytes]) -> None:
     """found: first 8 bytes of an image's BLAKE3, little-endian -> its entry points."""
+    # Images without entry points are left out, since a missing key says the same.
     keys = sorted(key for key, points in found.items() if points)
     starts = np.cumsum([0, *(len(found[key]) for key in keys)], dtype="<u8")
     sums = np.array([crc32(found[key]) for key in keys], dtype="<u4")
@@ -86,10 +87,12 @@ def read_entry_points(path: Path, *, key: int) -> bytes:
     key: first 8 bytes of its BLAKE3, little-endian.
     """
     keys, starts, sums, points = _open(path)
+    # Keys are sorted, so a search reads a few pages of the mapped file instead of all.
     row = int(keys.searchsorted(np.uint64(key)))
     if row == len(keys) or int(keys[row]) != key:
         return b""
     found = bytes(points[int(starts[row]) : int(starts[row + 1])])
+    # Damaged points would give wrong pixels; without any the image is decoded from the top.
     return found if crc32(found) == int(sums[row]) else b""
 
 
@@ -103,6 +106,7 @@ def _open(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, memoryview]:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError):
         data = memoryview(b"")
+    # Behind the head there are 20 bytes per image (key, start, sum), and one more start.
     head = len(MAGIC) + 8
     num = int.from_bytes(data[len(MAGIC) : head], "little")
     if not num or data[: len(MAGIC)] != MAGIC or head + 20 * num + 8 > len(data):
@@ -111,4 +115,5 @@ def _open(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, memoryview]:
     starts = np.frombuffer(data, "<u8", num + 1, head + 8 * num)
     sums = np.frombuffer(data, "<u4", num, head + 16 * num + 8)
     points = data[head + 20 * num + 8 :]
+    # The file was cut off if its last start is not its end.
     return keys if int(starts[num]) == len(points) else none, starts, sums, points

@@ -23,14 +23,17 @@ def has_whole_picture(data: bytes) -> bool:
     while True:
         position = data.find(b"\xff", position)
         if not 0 <= position < len(data) - 1:
+            # A marker needs a second byte.
             return False
         marker = data[position + 1]
+        # Any number of fill bytes may stand before a marker.
         if marker == FILL:
             position += 1
             continue
         if marker in NO_SEGMENT:
             position += 2
             continue
+        # A second start has no place here, and an end without a scan ends no picture.
         if marker in (START, END):
             return marker == END and has_scan
 
@@ -43,4 +46,5 @@ def has_whole_picture(data: bytes) -> bool:
             num_in_scan = int.from_bytes(data[position + 4 : position + 5])
             if num_in_scan == num_components and data.endswith(b"\xff\xd9"):
                 return True
+
         position += 2 + max(2, int.from_bytes(data[position + 2 : position + 4]))
