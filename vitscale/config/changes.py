@@ -20,9 +20,10 @@ owe their result to, so that others are repetitions. table: the parameters that 
 Changes = dict[str, tuple[str | None, str | None]]
 """Dotted key -> text before and now, without secrets; None where one side lacks the key."""
 
-# A key, or a group of keys: the purposes for which it has no effect. For `resume` all count. First
-# the name of a run, where it is, and what is told about it; then where and how fast it is made; of
-# a data preparation, whose manifest names its source elsewhere; of an evaluation its results.
+# A key, or a group of keys: the purposes for which it has no effect; for `resume` all keys count.
+# The first ones are the name and place of a run, and what is told about it; the next say where and
+# how fast it is made. Those of a data preparation follow, whose manifest names its source
+# elsewhere, and the results of an evaluation.
 WITHOUT_EFFECT = {
     key: purposes.split()
     for key, purposes in yaml.safe_load("""
@@ -53,6 +54,7 @@ results: evaluation
 def has_effect(key: str, purpose: Purpose) -> bool:
     """Return True if a setting counts for a purpose. key: dotted."""
     parts = key.split(".")
+    # A key has no effect if one of the groups around it has none.
     groups = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
     return not any(purpose in WITHOUT_EFFECT.get(group, ()) for group in groups)
 
@@ -63,6 +65,7 @@ def keys_without_effect(purpose: Purpose) -> dict[str, Any]:
     for key, purposes in WITHOUT_EFFECT.items():
         group, _, name = key.rpartition(".")
         if purpose in purposes:
+            # A key without a group stands at the top.
             (found.setdefault(group, {}) if group else found)[name] = True
     return found
 

@@ -87,7 +87,7 @@ def load_command(
     switches = switches or {}
     by_stage = types_by_stage(run_types)
 
-    # One positional value or list has a name of its own; else it is the configuration.
+    # A single positional value or list has a name of its own; other words are the configuration.
     usage = f"{program} CONFIG [key=value ...]"
     if words_key is not None:
         usage = f"{program} [--config FILE] [key=value ...] {words_key.upper()}"
@@ -140,7 +140,7 @@ def load_command(
             print(f"{parser.format_help()}\n{_as_overview(reference)}")
         raise SystemExit(0)
 
-    # The parser leaves words and unknown switches in one list.
+    # The parser returns words and unknown switches in one list.
     known = ["--config", *options, *switches, "--print-config", "--help"]
     errors = []
     overrides = []
@@ -179,6 +179,7 @@ def load_command(
         step = "\n    ".join(["one of", *shown, f"{program} --help"])
         error = UserError("no configuration given", where=COMMAND_LINE, next_step=step)
         raise UserErrors([*errors, error])
+
     loaded = load_run(run_types, arguments.config, overrides=overrides, errors=errors)
     if arguments.print_config:
         print(run_to_yaml(loaded.run, places=loaded.places), end="")
@@ -294,10 +295,12 @@ def as_markdown(reference: Reference, names: Sequence[str] = ()) -> str:
                 allowed=f"{', '.join(known)}, and their keys, such as optim.lr",
                 next_step=did_you_mean(name, [*known, *keys]),
             )
+
     lines = []
     for title, entries in reference.items():
         shown = [entry for entry in entries if not names or is_in(entry.key, *names)]
         if shown:
+            # A group without any of the names has no title either.
             lines += ["", f"## {title}", ""]
         lines += [f"- **`{key}`** ({facts}). {text}" for key, facts, text in shown]
     return "\n".join(lines) + "\n"

@@ -175,6 +175,7 @@ class UserErrors(UserError):
 
 def not_written(error: OSError, where: str) -> UserError:
     """The error for a path that cannot be written."""
+    # Errors that often pass are failures of storage; others are settings to correct.
     what = f"cannot be written ({error.strerror or error})"
     step = "choose a writable folder with free space"
     kind = StorageError if error.errno in PASSING else UserError
@@ -202,6 +203,8 @@ def raise_alike(
     rank, error = failed[0]
     if len(failed) == num_tried:
         raise error
+
+    # Bad input that not all ranks find is no bad input, but a node that lacks something.
     if error.kind is FailureKind.BAD_INPUT:
         raise on_node(error, rank=rank, node=nodes[rank])
     raise type(error)(f"rank {rank} on {nodes[rank]}: {error}")
@@ -219,7 +222,7 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     """The most similar known name, or None when none is similar."""
     from difflib import get_close_matches  # for errors alone
 
-    # Of those with the same words, if there are any: model.heads means num_heads, not head_std.
+    # Names with the same words come first: model.heads means num_heads, not head_std.
     words = {*WORD_ENDS.split(name)}
     same = [each for each in known if words <= {*WORD_ENDS.split(each)}]
     cutoff = 0.0 if same else 0.6
@@ -246,6 +249,7 @@ def _interrupt(*_: object) -> None:
 
 def end_interrupted(*_: object) -> NoReturn:
     """End this process at once."""
+    # Only what a signal handler may do: no buffers, no locks.
     os.write(2, INTERRUPTED.encode())
     os._exit(EXIT_INTERRUPTED)
 
@@ -285,6 +289,7 @@ def run_script(main: Callable[[], None], *, is_rank: bool = False) -> None:
         print(_report(error, rank=rank), file=sys.stderr, flush=True)
         raise SystemExit(error.kind.exit_code) from None
     except BrokenPipeError:
+        # The reader of a pipe may be gone; then nobody misses the rest of the output.
         try:
             print(flush=True)
         except BrokenPipeError:
@@ -307,6 +312,7 @@ def _report(error: UserError, *, rank: str) -> str:
         is_named = isinstance(error, NodeError) or rank == "0"
         heading = "error: " if is_named else f"error: rank {rank}: "
         return "\n  ".join([heading + error.text(), *getattr(error, "__notes__", ())])
+
     num = len(error.errors) if isinstance(error, UserErrors) else 1
     heading = "error" if num == 1 else f"{num} errors"
     of_rank = "" if rank == "0" else f" of rank {rank}"

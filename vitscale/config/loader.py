@@ -124,6 +124,7 @@ def resolve_scalar(text: str) -> str | int | float | bool | None:
     if text.lower() in CONSTANTS:
         return CONSTANTS[text.lower()]
     if INTEGER.fullmatch(text):
+        # A longer number is most likely an id, which must stay as it is written.
         return whole if len(text) <= 24 and abs(whole := int(text)) < 1 << 63 else text
     if FLOAT.fullmatch(text) and math.isfinite(number := float(text)):
         return number
@@ -134,6 +135,7 @@ class _Loader(yaml.SafeLoader):
     """Composes nodes without what would let a short text stand for much, or for code."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        # Without anchors an alias has nothing to name, so pyyaml itself refuses it.
         event: Any = self.peek_event()
         for kind in ("anchor", "tag"):
             given = getattr(event, kind, None)
@@ -150,7 +152,9 @@ def read_yaml(text: str, *, name: str) -> Source:
 
     def value_of(node: yaml.Node, path: KeyPath) -> Any:
         if isinstance(node, yaml.ScalarNode):
+            # Quotes make a text of anything.
             return resolve_scalar(node.value) if node.style is None else node.value
+
         values: dict[str, Any] = {}
         is_group = isinstance(node, yaml.MappingNode)
         # A list is read like a group whose keys are positions, and these cannot repeat.
@@ -163,12 +167,14 @@ def read_yaml(text: str, *, name: str) -> Source:
             place = _place(name, (key_node or value_node).start_mark)
             if is_group and not isinstance(key_node, yaml.ScalarNode):
                 raise UserError("a list or group cannot be a key", where=place)
+
             if key in values:
                 raise UserError(
                     f"key {key!r} is given twice; first at {places[inner]}",
                     where=f"{place}: {'.'.join(inner)}",
                     next_step="keep one of the two",
                 )
+
             text = value_node.value if isinstance(value_node, yaml.ScalarNode) else None
             places[inner] = Place(place, text)
             values[key] = value_of(value_node, inner)
@@ -192,6 +198,7 @@ def read_yaml(text: str, *, name: str) -> Source:
 def _place(name: str, mark: yaml.Mark | None) -> str:
     if name.startswith(COMMAND_LINE):
         return name
+    # A value of the command line has no lines.
     return f"{name}:{mark.line + 1 if mark else 1}"
 
 
@@ -201,6 +208,7 @@ def _place(name: str, mark: yaml.Mark | None) -> str:
 def shown_path(path: str) -> str:
     """`path`, relative to the working directory where it is inside."""
     relative = os.path.relpath(path)
+    # A path outside is shorter and clearer as it was given.
     return path if relative.startswith("..") and os.path.isabs(path) else relative
 
 
@@ -213,6 +221,7 @@ def read_chain(path: str, *, where: str | None = None) -> list[Source]:
     files: list[str] = []
     while path:
         path = os.path.expanduser(path)
+        # By their real paths, since a link may lead back to a file that was read.
         if os.path.realpath(path) in map(os.path.realpath, files):
             shown = " -> ".join(map(shown_path, [*files, path]))
             raise UserError(f"circular base: {shown}", where=where)
@@ -221,6 +230,7 @@ def read_chain(path: str, *, where: str | None = None) -> list[Source]:
         sources.insert(0, source)
         base = source.values.pop("base", "")
         where = f"{source.places.get(('base',))}: base"
+        # Without a base this is empty, which ends the loop.
         if not isinstance(base, str):
             raise UserError(
                 f"{show_value(base)} is {kind_of(base)}",
@@ -236,9 +246,11 @@ def _read_file(path: str, *, where: str | None) -> Source:
     name = shown_path(path)
     try:
         with open(path, "rb") as file:
+            # One byte more than allowed is enough to see that the file is too large.
             data = file.read(MAX_FILE_BYTES + 1)
         text = data.decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
+        # Files beside it, and packaged configurations, show a misspelt name.
         files = glob.glob(os.path.join(os.path.dirname(path), "*.y*ml"))
         step = did_you_mean(name, sorted(map(shown_path, files)), similar_configs(path))
         what = "file" if path.endswith(("yaml", "yml")) else "configuration"
@@ -247,18 +259,22 @@ def _read_file(path: str, *, where: str | None) -> Source:
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
         step = None
+        # The folder of a run is a likely mistake, and its configuration what was meant.
         if os.path.exists(os.path.join(path, "config.yaml")):
             step = f"resume this run by its settings: {shown_path(path)}/config.yaml"
         raise UserError(what, where=where or name, next_step=step) from None
     except UnicodeDecodeError:
         raise UserError("is not UTF-8 text", where=where or name) from None
+
     if len(data) > MAX_FILE_BYTES:
         what = f"is larger than {MAX_FILE_BYTES >> 20} MiB"
         raise UserError(what, where=where or name)
+
     source = read_yaml(text, name=name)
     if not isinstance(source.values, dict | None):
         what = f"contains {kind_of(source.values)} instead of keys and values"
         raise UserError(what, where=name, allowed="lines like `key: value`")
+    # A file may have nothing but comments.
     return Source(source.values or {}, source.places)
 
 
@@ -273,6 +289,7 @@ def read_override(text: str) -> Source:
             where=COMMAND_LINE,
             next_step=f"write {text}=VALUE, for example optim.lr=1e-3",
         )
+
     if not all(path):
         what = f"{key!r} is not a key"
         raise UserError(what, where=COMMAND_LINE, allowed="names joined by dots")
@@ -291,6 +308,7 @@ def read_override(text: str) -> Source:
     places: dict[KeyPath, str] = {path: Place(COMMAND_LINE, value)}
     for key_path, place in inside.places.items():
         places[*path, *key_path] = Place(COMMAND_LINE, getattr(place, "text", None))
+
     while path:
         values = {path[-1]: values}
         places.setdefault(path, COMMAND_LINE)
@@ -345,6 +363,7 @@ def merge(under: Source, over: Source, group: Node | None = None) -> Source:
     values = _merged(under.values, over.values, group)
     places = under.places | over.places
     for path in list(places):
+        # A value that was replaced has no place: errors must name the file that is in force.
         if value_at(values, path, MISSING) is MISSING:
             del places[path]
     return Source(values, places)
@@ -357,8 +376,10 @@ def _merged(under: Any, over: Any, group: Node | None) -> Any:
     for key, value in over.items():
         inherited = under.get(key)
         new = None
+
         node = group["properties"].get(key) if group is not None else None
         if node is not None and not is_list(node) and isinstance(inherited, dict):
+            # Only two groups of the same choice can differ in what they allow.
             former = chosen(node, inherited)
             new = chosen(node, _merged(inherited, value, None))
             if former is not None and new is not None:
@@ -398,6 +419,7 @@ def load_run(
     given = NOTHING
     for text in overrides:
         try:
+            # Later words win, as on other command lines.
             given = merge(given, read_override(text))
         except UserError as error:
             problems.append(error)
@@ -414,12 +436,14 @@ def load_run(
         except UserError as error:
             raise UserErrors([*problems, error]) from None
 
+    # Rivals are found before the layers are merged, which would show a conflict instead.
     merged = reduce(merge, [*files, given])
     settled: list[str] = []
     for key, rival in RIVALS.items():
         path_of_rival = tuple(rival.split("."))
         former = value_at(merged.values, path_of_rival)
         is_chosen = value_at(given.values, (*key.split("."),)) is not None
+
         if is_chosen and former is not None and path_of_rival not in given.places:
             origin = merged.places[path_of_rival]
             settled.append(f"{key} replaces {rival}={former} of {origin}")
@@ -428,6 +452,7 @@ def load_run(
         run_type = _choose_type(run_types, merged)
         site = read_site(errors=problems) if with_site else NOTHING
         known = {k: v for k, v in site.values.items() if k in run_type.model_fields}
+        # Keys that this stage lacks may stand in a site file, which serves all stages.
         layers = [Source(known, site.places), *files, given]
         # The tree tells groups of a choice apart; to make it takes as long as all else here.
         names = (path for layer in layers for path in layer.places if len(path) > 1)
@@ -439,12 +464,15 @@ def load_run(
         for origin, values in run.implied():
             merged = _with_implied(merged, values, origin=origin)
             run = run_type.model_validate(merged.values)
+
         card = _card(path)
         if overrides:
             # Of this run the file's card knows neither data and length nor the result.
             stage = vars(run).get("stage", "launch").replace("data_prep", "launch")
             card = f"Command: vitscale {stage} {shlex.join(words)}\n{OF_FILE.sub('', card)}"
+
         run = run.model_copy(update={"card": card.strip()})
+        # Conflicts between values are only worth telling once each value is valid.
         if not problems:
             for key, what in run.problems():
                 where = _where(key.split("."), merged)
@@ -486,6 +514,7 @@ def read_site(*, errors: list[UserError]) -> Source:
     except UserError as error:
         errors.append(error)
         return NOTHING
+
     groups = {}
     for key, value in site.values.items():
         if key in SITE_GROUPS and isinstance(value, dict):
@@ -540,6 +569,7 @@ def _card(path: Path | str | None) -> str:
     """The comment that a readable file starts with."""
     text = "" if path is None else Path(path).read_text(encoding="utf-8-sig")
     lines = []
+    # The card ends where the first line without a sign begins.
     for line in text.splitlines():
         if not line.startswith("#"):
             break
@@ -630,6 +660,7 @@ def _instead(path: KeyPath, node: Node, group: Node, run_type: type[Run]) -> str
     name = path[-1]
     dotted = ".".join(path)
     prefix = "".join(f"{part}." for part in path[:-1])
+
     if any("." in part for part in path):
         return "in a file write dots as nested groups, not inside one key"
     groups = groups_of(node).items()
@@ -640,6 +671,7 @@ def _instead(path: KeyPath, node: Node, group: Node, run_type: type[Run]) -> str
     # A key of this name in another group is better than a similar one in the same group.
     known = [s.key for s in settings_of(run_type).values() if ".N." not in s.key]
     same_name = [key for key in known if key.rpartition(".")[2] == name]
+
     beside = [f"{prefix}{key}" for key in group["properties"]]
     best = nearest(dotted, same_name or beside)
     best = best or next(iter(same_name), nearest(dotted, known))
@@ -648,6 +680,7 @@ def _instead(path: KeyPath, node: Node, group: Node, run_type: type[Run]) -> str
 
 def _where(path: Sequence[str], source: Source) -> str:
     """`file:line: key`; a key that no file sets is placed at its group."""
+    # Keys of a file are known by their place; one that is missing has only that of its group.
     known = tuple(path)
     while known and known not in source.places:
         known = known[:-1]
@@ -665,10 +698,13 @@ def yaml_flow(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(yaml_flow, value))}]"
     if not isinstance(value, str):
+        # JSON is a subset of YAML 1.2, so its quotes and numbers can be read back.
         return json.dumps(value)
     if PLAIN.fullmatch(value) and isinstance(resolve_scalar(value), str):
         return value
+
     quoted = json.dumps(value, ensure_ascii=False)
+    # YAML allows only printable characters, and names of files may have others.
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
 
 
@@ -687,6 +723,7 @@ def _lines(
     for key, value in values.items():
         inside = (*path, key)
         line = "  " * len(path) + f"{yaml_flow(key)}:"
+        # An empty group stands on the line of its key.
         if isinstance(value, dict) and value:
             yield line
             yield from _lines(value, inside, places)

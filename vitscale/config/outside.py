@@ -36,6 +36,7 @@ def csv_cell(value: Any) -> Any:
     shown = visible(value)
     if not value.startswith(_FORMULA):
         return shown
+    # Numbers may begin with a sign, and computing them changes nothing.
     try:
         float(value)
     except ValueError:
@@ -59,6 +60,7 @@ class _Terminal:
 
 def guard_terminal() -> None:
     """Print names from outside, in results and in errors, without what a terminal would obey."""
+    # Called twice, as by a script that another one calls, it must not wrap itself.
     if not isinstance(sys.stdout, _Terminal):
         streams: Any = sys
         streams.stdout = _Terminal(sys.stdout)

@@ -42,6 +42,7 @@ def find_config(path: str) -> str:
     path = os.path.expanduser(path)
     if os.path.exists(path):
         return path
+    # Names may be given as paths of the checkout, too, which tab completion makes.
     name = path.removeprefix("configs/").removesuffix(".yaml")
     names = config_names()
     found = (
@@ -49,6 +50,7 @@ def find_config(path: str) -> str:
         if name in names
         else [each for each in names if each.endswith(f"/{name}")]
     )
+    # Several configurations may have this last part, and then the name says too little.
     if len(found) != 1:
         return path
     file = f"configs/{found[0]}.yaml"
@@ -101,7 +103,9 @@ def source_version(root: Path = PROJECT_ROOT) -> SourceVersion | None:
         return done.stdout.decode("utf-8", "replace")
 
     if root == INSIDE:
+        # A wheel has no repository; its release has a tag.
         return SourceVersion(commit=f"v{version('vitscale')}", patch="")
+    # A snapshot or an image has a record instead of a repository.
     with suppress(OSError, ValueError, TypeError):
         recorded = json.loads((root / RECORD_NAME).read_text())
         return SourceVersion(**recorded) if recorded else None
@@ -109,11 +113,13 @@ def source_version(root: Path = PROJECT_ROOT) -> SourceVersion | None:
         commit = git("rev-parse", "HEAD").strip()
         options = ("HEAD", "--no-ext-diff", "--no-color", "--relative", "--")
         diff = git("diff", *options, *CODE_FOLDERS)
+        # Paths are separated by NUL, since names of files may have line feeds.
         untracked = git(
             "ls-files", "--others", "--exclude-standard", "-z", "--", *CODE_FOLDERS
         )
     except (OSError, subprocess.SubprocessError):
         return None
+
     names = "".join(
         f"# untracked: {name}\n" for name in sorted(untracked.split("\0")) if name
     )

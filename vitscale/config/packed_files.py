@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vitscale.config.errors import UserError
 
-# Of weights and tables in packed files: published ones unpack to at most twice their size.
+# Published files of weights and tables unpack to at most twice their size.
 MAX_EXPANSION = 20
 ALWAYS_ALLOWED_BYTES = 64 << 20
 

@@ -103,6 +103,7 @@ _MAX_KEY_CHARS = 250
 def redact(text: str) -> str:
     """Remove user:password and queries from URLs, values of names that sound secret, and what is
     a secret by its form: keys of providers, private keys, HTTP's credentials."""
+    # Larger forms come first, since later patterns would cut pieces out of them.
     text = re.sub(_PRIVATE_KEY, "*** private key ***", text)
     text = re.sub(_USERINFO, r"\g<scheme>", text)
     text = re.sub(_QUERY, "?***", text)
@@ -134,9 +135,11 @@ def printable(text: str) -> str:
 
 
 def _shared(value: Any, key: str) -> Any:
+    # A name that holds a secret hides its value, whatever the type.
     if value is not None and re.search(_SECRET_KEY, key):
         return "***"
     if isinstance(value, Mapping):
+        # Only sizes of `launch` are shown; accounts, paths and setup belong to the site.
         shown = value.keys() & _SIZES if key == "launch" else value
         return {
             name: _shared(each, str(name))
@@ -162,6 +165,7 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     """{dotted key: text as in YAML}, secrets included. A flat configuration stays as it is."""
 
     def leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
+        # An empty group within a configuration is a value; an empty configuration has none.
         if isinstance(value, Mapping) and (value or not key):
             for name, inner in value.items():
                 yield from leaves(inner, f"{key}.{name}" if key else str(name))

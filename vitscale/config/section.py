@@ -72,6 +72,7 @@ class Section(BaseModel):
         """
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
+        # The nearest class comes first, so that its text wins over that of a base class.
         for each in cls.__mro__:
             texts = _docstrings_in(each.__module__) if issubclass(each, Section) else {}
             for (section, name), text in texts.items():
@@ -91,6 +92,7 @@ def _docstrings_in(module: str) -> dict[tuple[str, str], str]:
     for section in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
         if isinstance(section, ast.ClassDef):
             for field, text in pairwise(section.body):
+                # A docstring of a field is the expression below its annotation.
                 if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                     doc = inspect.cleandoc(ast.literal_eval(text.value))
                     found[section.name, ast.unparse(field.target)] = doc
@@ -119,7 +121,7 @@ class NamedSection(Section):
 
     @model_serializer(mode="wrap")
     def _with_name(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Also where defaults are left out: another name is another group.
+        # The name stays where defaults are left out, too: another name is another group.
         return {NAME: self.name} | dump(self)
 
 
@@ -131,6 +133,7 @@ def choice_of(registry: Mapping[str, Any], *, default: str | None = None) -> Any
     """
 
     def name_of(value: Any) -> Any:
+        # Called for raw values of a file and for sections that are already validated.
         if isinstance(value, dict):
             return value.get(NAME, default)
         return getattr(value, NAME, None)
@@ -158,6 +161,7 @@ def tree_of(run_type: type[BaseModel]) -> Node:
         if not isinstance(value, dict):
             return value
         if "$ref" in value:
+            # Keys beside a reference, such as its own description, win over the definition's.
             value = definitions[value["$ref"].rpartition("/")[2]] | value
         return {k: without_references(v) for k, v in value.items() if k != "$ref"}
 
@@ -218,6 +222,7 @@ def settings_of(run_type: type[BaseModel]) -> dict[KeyPath, Setting]:
             dotted = f"{prefix}{key}"
             found[inside] = Setting(dotted, name, node)
             dotted += ".N." if is_list(node) else "."
+            # Groups of a choice add their name to the place, as pydantic does in its errors.
             for choice, inner in groups_of(node).items():
                 if choice:
                     add(inner, (*inside, choice), dotted, choice)

@@ -41,6 +41,7 @@ def read_text(file: str, *, where: str) -> str:
         position = error.start
     if position >= 0:
         line = data.count(b"\n", 0, position) + 1
+        # A file that Excel saves as "Unicode text" begins like this.
         if data.startswith(UTF_16_MARKS):
             problem = "is UTF-16, not UTF-8"
         raise UserError(
@@ -62,11 +63,13 @@ def read_cells(
     Raises what `read_text` raises, and UserError naming the line.
     """
     lines = io.StringIO(read_text(file, where=where), newline="")
+    # Keys of samples may have quotes and commas, so a list of them is not read as CSV.
     quoting: Any = csv.QUOTE_NONE if delimiter == "\n" else csv.QUOTE_MINIMAL
     reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=strict)
     rows = []
     try:
         for row in reader:
+            # Blank lines at the end are common, and mean nothing.
             if any(map(str.strip, row)):
                 cells = row if strict else [cell.strip() for cell in row]
                 rows.append((reader.line_num, cells))
