@@ -38,8 +38,8 @@ PEAK_BF16_FLOPS = {
     "V100": 112e12,
 }
 PROFILE_SKIPPED = 5
-# A run ends after this many updates in a row whose loss or gradient was not finite, and when more
-# than this many of 100 updates were such, or a tenth of a log interval that is longer.
+# A run ends after this many updates in a row whose loss or gradient was not finite. It also ends
+# when more than this many of 100 updates were such, or a tenth of a log interval that is longer.
 MAX_SKIPPED = 10
 WINDOW = 100
 # Most samples that are named: unreadable ones, and those of a skipped update.
@@ -75,6 +75,7 @@ def profiled(path: Path | None, *, steps: int) -> Iterator[Callable[[], None]]:
     if path is None or steps == 0:
         yield lambda: None
         return
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile(
         schedule=torch.profiler.schedule(
@@ -92,7 +93,7 @@ class IntervalMeans:
     """
 
     def __init__(self) -> None:
-        # [sum, count] of the values that are finite
+        # [sum, count] of the values that are finite, in fp64: long sums lose digits in fp32.
         self._sums_2 = dict[str, torch.Tensor]()
 
     def add(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -103,6 +104,7 @@ class IntervalMeans:
         for name, value in values.items():
             value = value.detach().to(torch.float64)
             finite = torch.isfinite(value)
+            # A mask instead of a branch, which would wait for the device.
             own = torch.stack(
                 [torch.where(finite, value, 0.0), finite.to(torch.float64)]
             )
@@ -111,6 +113,7 @@ class IntervalMeans:
     def read(self) -> dict[str, float]:
         """Means over all ranks since the last call, NaN where no value was finite. Collective."""
         names = list(self._sums_2)
+        # The only copy from the device in an interval.
         sums_N2 = torch.stack(list(self._sums_2.values())).cpu()
         self._sums_2.clear()
         totals_N, counts_N = sum_over_ranks(sums_N2).unbind(1)
@@ -155,17 +158,22 @@ class SkippedUpdateMonitor:
         self._marks.append((step, health.skipped))
         while step - self._marks[1][0] >= WINDOW:
             self._marks.popleft()
+
         if not num_new or health.last_step is None:
             return
+
+        # A rank knows its own losses alone. All may be finite, and a gradient overflow.
         found = enumerate(gather_objects(health.bad_micro_step))
         ranks = {rank: number for rank, number in found if number is not None}
         what = "the gradient was not finite"
         if ranks:
             what = f"the loss was not finite on rank {', '.join(map(str, ranks))}"
+
         names = self._names(health.last_step, ranks)
         last = f"the last at step {health.last_step}"
         total = f"{num_new} updates skipped, {health.skipped} since the start"
         self._say(f"{total}, {last}: {what}; samples {names}")
+
         length = step - self._marks[0][0]
         num_skipped = health.skipped - self._marks[0][1]
         many = ""
@@ -173,6 +181,7 @@ class SkippedUpdateMonitor:
             many = f"{health.longest} updates in a row"
         elif num_skipped > MAX_SKIPPED * max(length / WINDOW, 1):
             many = f"{num_skipped} of the last {length} updates"
+        # A scale that is still falling towards 1 skips updates on the way, which is no divergence.
         if many and not (loss_scale is not None and loss_scale > 1):
             raise DivergedError(
                 f"{many} were skipped, {last}: {what}\n    samples of that step: {names}",
@@ -187,14 +196,17 @@ class SkippedUpdateMonitor:
         """
         if self._data.order is None:
             return "that are not known: streamed tars have no positions"
+
         plan = self._plan
         start = (step - 1) * plan.global_batch
         share = plan.micro_batch
+        # Ranks take turns within a global batch, one micro-batch after another.
         positions = [
             start + (number * plan.world_size + rank) * share + each
             for rank, number in micro_steps.items()
             for each in range(share)
         ] or range(start, start + plan.global_batch)
+
         draws = [self._data.order.at(position) for position in positions[:NAMES_SHOWN]]
         names = self._names_of([(draw.part, draw.sample) for draw in draws])
         text = ", ".join(names)
@@ -244,8 +256,10 @@ class UnreadableSampleMonitor:
             return
 
         self.num_replaced += num_new
+        # The first ranks fill the list: the samples named are examples.
         shown = [each for _, some in gathered for each in some][:UNREADABLE_SHOWN]
         names = [repr(each.key) for each in shown]
+
         if self._data.order is not None:
             names = self._names_of([(each.part, each.sample) for each in shown])
         for name, each in zip(names, shown, strict=True):
@@ -320,6 +334,7 @@ class IntervalLog:
             num_replaced=num_unreadable,
             say=say,
         )
+
         self._start_step = start_step
         self._clock = _Clock()
         self._paced_from = (self._clock.start, start_step)
@@ -383,11 +398,13 @@ class IntervalLog:
         if self._peak_flops is not None:
             flops = self._flops_per_image * speed / engine.world.world_size
             metrics["vitals/mfu"] = flops / self._peak_flops
+
         seen = step * self._plan.global_batch
         epoch = self._plan.num_samples
         self._unreadable.report(step, num_seen=seen, num_samples=epoch)
         if self.num_unreadable:
             metrics["vitals/unreadable"] = float(self.num_unreadable)
+
         self.tracker.log(metrics, step=step)
         steps = self._plan.total_steps
         loss = metrics["train/loss"]
@@ -396,6 +413,7 @@ class IntervalLog:
             f"step {step}/{steps} loss {loss:.4f} lr {lr:.1e} img/s {speed:.0f} "
             f"wait {wait:.0%} eta {eta}"
         )
+        # Last, since it may end the run: the line before it shows how far it came.
         self._skipped.update(health, step=step, loss_scale=scale)
 
     def _seconds_left(self, step: int) -> float:
@@ -411,9 +429,11 @@ class IntervalLog:
     def _speed(self) -> dict[str, float]:
         clock = self._clock
         if self._first is not None and not clock.num_images:
+            # An interval of the first step alone has no other speed.
             clock = self._first
         elapsed = time.perf_counter() - clock.start
         self._clock = _Clock()
+        # Every rank adds its images; their times are alike, since steps end together.
         own = torch.tensor([clock.num_images, clock.wait_s], dtype=torch.float64)
         num_images, wait_s = sum_over_ranks(own).tolist()
         return {

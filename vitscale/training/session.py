@@ -421,6 +421,7 @@ class TrainingSession:
         Ends when the last checkpoint is committed.
         """
         plan = self.plan
+
         for step in range(self.start_step, plan.total_steps):
             self.lr = learning_rate(
                 step,
@@ -432,6 +433,7 @@ class TrainingSession:
             )
             self.engine.set_learning_rate(self.lr)
             yield step
+
         self._report(self.store.wait())
         if self.world.is_first:
             self._say_end()
@@ -521,6 +523,7 @@ class TrainingSession:
 
         score: Score | None = None
         if is_evaluated:
+            # Evaluation takes time that says nothing about the speed of training.
             with self.log.not_counting():
                 score = self._evaluate(done, is_last=is_last)
         if is_last:
@@ -565,6 +568,7 @@ class TrainingSession:
     def _save(self, done: int, score: Score | None) -> None:
         """Start saving everything that the next step depends on; committed in the background."""
         self.watchdog.mark("saving")
+        # The save before this one must be done, since there is one copy in host memory.
         self._report(self.store.wait(say=self.log.say))
         self.store.save(
             self.engine.export_state(),
@@ -647,6 +651,7 @@ def _refuse_unfit_parameters(model: nn.Module, title: str) -> None:
     They are looked for at the start, since one with two names would end the training at its first
     save.
     """
+    # `named_parameters` leaves out second names by default, so both lists are needed.
     all_names = dict(model.named_parameters(remove_duplicate=False))
     first_names = {name for name, _ in model.named_parameters()}
     second_names = [name for name in all_names if name not in first_names]
@@ -766,6 +771,7 @@ def compatibility_key(
     agreed: what the objective adds.
     """
     optim = run.optim
+    # Whatever changes the meaning of the saved tensors, or the samples of the next steps.
     return {
         "stage": run.stage,
         "architecture": arch.description(),
