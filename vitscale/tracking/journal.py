@@ -41,6 +41,7 @@ class Row:
 
 def encode(row: Row) -> bytes:
     """One line of JSON, with its newline."""
+    # Metrics share the line with these two keys.
     assert not row.metrics.keys() & {"step", "time"}
     values: dict[str, Any] = {"step": row.step, "time": round(row.time, 3)}
     for key, value in row.metrics.items():
@@ -57,7 +58,7 @@ def decode(line: bytes) -> Row | None:
         step = values.pop("step")
         moment = float(values.pop("time"))
         metrics = {str(key): float(value) for key, value in values.items()}
-    # The others: numbers beyond a float's, and lists in lists in lists.
+    # The last two stand for numbers beyond a float's range, and for lists in lists in lists.
     except (
         ValueError,
         KeyError,
@@ -67,6 +68,7 @@ def decode(line: bytes) -> Row | None:
         RecursionError,
     ):
         return None
+    # `type` and not `isinstance`: true and false are integers, too.
     if type(step) is not int or abs(step) > MAX_STEP or not 0 <= moment < MAX_TIME_S:
         return None
     return Row(step=step, time=moment, metrics=metrics)
@@ -113,12 +115,12 @@ class Journal:
                 if row is not None and row.step <= resume_step:
                     kept.append(line)
                     self.last_step = row.step
-            # Atomically: a kill leaves the old file.
+            # Written atomically, so that a kill leaves the old file.
             if len(kept) < len(lines):
                 write_bytes(self.path, b"".join(kept))
 
         self._file = open(self.path, "ab", buffering=0)
-        # Its name must survive power loss, too.
+        # The name of the file must survive power loss, too.
         fsync_folder(self.path.parent)
         # Lines, or the rest of one, that a full or failing disk has refused.
         self._unwritten = bytearray()
@@ -134,6 +136,7 @@ class Journal:
         self.refused = None
         try:
             while self._unwritten:
+                # A disk may take a part of what it is given.
                 del self._unwritten[: self._file.write(self._unwritten)]
         except OSError as error:
             self.refused = error
@@ -143,6 +146,7 @@ class Journal:
 
         Raises OSError, also where the disk has refused lines, which only this process has.
         """
+        # Read before the fsync: another thread may append in the meantime.
         refused = self.refused
         # A closed file raises ValueError, and was flushed when it was closed.
         with suppress(ValueError):
@@ -219,12 +223,14 @@ def item_progress(
         nonlocal done, last_line
         done = min(done + num, total)
         now = time.monotonic()
+        # A first line after ITEM_INTERVAL_S shows that the work is long enough for a last one.
         is_long_work = last_line > start
         is_end = done == total and is_long_work
         if not is_shown or not (is_end or now - last_line >= ITEM_INTERVAL_S):
             return
 
         last_line = now
+        # Neither factor is zero, also right after the start.
         rate = max(done, 1) / max(now - start, 1e-9)
         hours, seconds = divmod(round((total - done) / rate), 3600)
         left = f"{seconds:,} s left"

@@ -62,7 +62,7 @@ TRACKED = "tracked"
 ENDED = "ended"
 ID_TAG = "vitscale.tracking_id"
 FOLDER_TAG = "vitscale.run_folder"
-# Of a copied run folder: the id of the run that it is a copy of.
+# Tag of a copied run folder: the id of the run that it is a copy of.
 COPY_TAG = "vitscale.copied_from"
 # Name, number of images and fingerprint of the images of training and of evaluation.
 DATA_TAG = "vitscale.data"
@@ -123,6 +123,7 @@ def read_record(folder: Path) -> RunRecord | None:
         # Somebody else may have written a row, with any keys.
         with suppress(KeyError, TypeError):
             if row["event"] == TRACKED:
+                # Versions differ in their fields: unknown ones are left out, others have defaults.
                 record = RunRecord(**{name: row[name] for name in names if name in row})
             elif row["event"] == ENDED and record is not None:
                 record = replace(record, status=row["status"], ended=row["time"])
@@ -143,6 +144,7 @@ def own_record(folder: Path) -> RunRecord | None:
 
 
 def _as_copy(record: RunRecord, folder: Path) -> RunRecord:
+    # The same folder gives the same id at every start, and no other folder does.
     text = f"{record.tracking_id}\0{folder.resolve()}"
     return replace(
         record,
@@ -155,6 +157,7 @@ def _as_copy(record: RunRecord, folder: Path) -> RunRecord:
 def _is_copy(folder: Path, origin: str, *, tracking_id: str) -> bool:
     """Whether another folder, `origin`, has this run, too."""
     with suppress(OSError):
+        # Links and mounts may name the same folder in another way.
         if origin and not os.path.samefile(origin, folder):
             original = read_record(Path(origin))
             return original is not None and original.tracking_id == tracking_id
@@ -197,6 +200,7 @@ def _find(client: MlflowClient, query: str, *, limit: int) -> list[Any]:
             experiments, query, max_results=limit, order_by=newest
         )
     runs.sort(key=lambda run: run.info.start_time or 0, reverse=True)
+    # A page of experiments is sorted by itself, so all pages are sorted again.
     return runs[:limit]
 
 
@@ -220,6 +224,8 @@ def _find_by_id(
 ) -> Any | None:
     """The run with this tag. experiment: where it is most likely."""
     query = f"tags.`{ID_TAG}` = {tracking_id!r}"
+
+    # Most runs are in the experiment that they name: one request instead of one per page.
     likely = client.get_experiment_by_name(experiment)
     if likely is not None:
         runs = client.search_runs([likely.experiment_id], query, max_results=1)
@@ -261,7 +267,7 @@ class RunReader:
 
     def __init__(self, folder: Path) -> None:
         record = own_record(folder)
-        # Somebody may have copied journal and configuration alone.
+        # Somebody may have copied the journal and the configuration alone.
         if record is None:
             record = RunRecord(
                 tracking_id=str(folder.absolute()), name=folder.resolve().name
@@ -309,6 +315,7 @@ class MlflowRun(RunReader):
             self.record = _as_copy(self.record, folder)
             run = _find_by_id(client, self.record.tracking_id, experiment=experiment)
             say(f"MLflow: another folder continues this run; {folder} is a new one")
+
         record = self.record
         if run is None:
             run = client.create_run(
@@ -332,10 +339,11 @@ class MlflowRun(RunReader):
         changed = tags.items() - run.data.tags.items()
         changed_tags = [RunTag(key, value) for key, value in changed]
         client.log_batch(self.run_id, params=new_params, tags=changed_tags)
-        # Those that the run has are not added again.
+        # Datasets that the run has already are not added again.
         client.log_inputs(self.run_id, _datasets(record.tags))
 
         self._shown: str = run.info.status
+        # Points up to these steps are there already, unless an attempt was lost.
         self._last_step = {metric.key: metric.step for metric in run.data._metric_objs}
         self._lost = self._lost_points(run)
 
@@ -346,6 +354,7 @@ class MlflowRun(RunReader):
         this journal: then two folders with one id went on, and cannot see each other.
         """
         place = run.data.tags.get(FOLDER_TAG, "")
+        # The path may have been recorded with or without its links resolved; old runs have none.
         here = (str(self.folder.resolve()), str(self.folder.absolute()), "")
         if place in here:
             return True
@@ -355,6 +364,7 @@ class MlflowRun(RunReader):
 
     def sync(self, status: Status, *, ended: float | None = None) -> None:
         self._send_points()
+        # MLflow has no state for a run that waits to be resumed; SCHEDULED comes closest.
         shown = "SCHEDULED" if status == "PAUSED" else status
         if shown != self._shown:
             if status in ("RUNNING", "PAUSED"):
@@ -374,6 +384,7 @@ class MlflowRun(RunReader):
             if not point.key.startswith(SYSTEM_PREFIX)
         }
         for row, _ in read_rows(self.folder / JOURNAL_NAME):
+            # Points are compared by their time, too: two folders may have reached the same step.
             last -= {(key, row.step, int(row.time * 1000)) for key in row.metrics}
         return {key for key, _, _ in last}
 
@@ -381,6 +392,7 @@ class MlflowRun(RunReader):
         """What MLflow has of metrics that an attempt logged beyond the checkpoint, and lost."""
         lost: dict[tuple[str, int], float] = {}
         for key in self._last_elsewhere(run):
+            # They measure the machine, so a second attempt does not repeat them.
             if key.startswith(VITALS_PREFIX):
                 continue
             history = self.client.get_metric_history(self.run_id, key)
@@ -392,6 +404,7 @@ class MlflowRun(RunReader):
     def _is_new(self, key: str, step: int, value: float) -> bool:
         """Whether MLflow lacks a point, or has another value from an attempt that was lost."""
         if step > self._last_step.get(key, -1):
+            # A count of 0 is left out until the first event, since most runs never have one.
             return bool(value) or key in self._last_step or key not in EVENT_COUNTS
         lost = self._lost.get((key, step))
         return lost is not None and not _is_same(lost, value)
@@ -417,6 +430,7 @@ class MlflowRun(RunReader):
                 last_step = self._last_step.get(point.key, -1)
                 self._last_step[point.key] = max(point.step, last_step)
 
+            # Remembered only in this object: after an error another one asks MLflow what arrived.
             self.client.log_batch(self.run_id, metrics=points)
             self.num_points += len(points)
             if repeated_steps:
@@ -432,6 +446,7 @@ class MlflowRun(RunReader):
         try:
             artifacts = self.artifacts()
             stored: dict[str, int | None] = {}
+            # One listing per folder, instead of a request per file.
             for place in {path.parent for path in paths} | {root}:
                 name = None
                 if place != root:
@@ -445,6 +460,7 @@ class MlflowRun(RunReader):
                     artifacts.log_artifact(str(path), name.rpartition("/")[0] or None)
                     self.num_files += 1
 
+            # The configuration is sent as others may see it, without secrets.
             if CONFIG_NAME not in stored:
                 with TemporaryDirectory() as temporary:
                     path = Path(temporary, CONFIG_NAME)
@@ -489,6 +505,7 @@ class MlflowRun(RunReader):
 
 def _is_same(stored: float, value: float) -> bool:
     """Whether MLflow's value is this one."""
+    # NaN is unlike itself, so it is compared apart.
     both_nan = math.isnan(stored) and math.isnan(value)
     return both_nan or _as_logged(stored) == value
 
@@ -508,6 +525,7 @@ def _origin_tags(client: MlflowClient, record: RunRecord) -> dict[str, str]:
     if record.origin is None:
         return {}
     path = Path(record.origin)
+    # The origin may be the run's folder, or a checkpoint two levels below it.
     source = own_record(path) or own_record(path.parent.parent)
     run = None
     if source is not None:
@@ -541,7 +559,7 @@ def _experiment_id(client: MlflowClient, name: str, *, uri: str) -> str:
     """Id of the experiment, created if needed."""
     from mlflow.exceptions import MlflowException
 
-    # By default, MLflow puts artifacts into ./mlruns of the current folder.
+    # By default MLflow puts artifacts into ./mlruns of the current folder.
     location = None
     database = sqlite_path(uri)
     if database is not None:
@@ -566,6 +584,7 @@ def upload(
     record = read_record(folder)
     if record is None or record.uri is None:
         return
+
     try:
         run = MlflowRun(folder, record.uri, say=say)
         run.sync(record.status, ended=record.ended)
@@ -574,6 +593,7 @@ def upload(
             artifacts.log_artifact(str(path), place)
         if files:
             say(f"uploaded to MLflow run {printable(run.run_id)}")
+    # Files stay on disk, so a server that is down costs nothing.
     except Exception as error:
         say(f"warning: not uploaded to MLflow ({short_reason(error)})")
 

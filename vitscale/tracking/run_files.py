@@ -53,6 +53,7 @@ def safe_files(
     """Yield the files of a run folder that match, in order; say which ones are left out."""
     for pattern in patterns:
         for path in _matching(folder, pattern):
+            # Folders that match are no files; a link to a folder is named as unsafe.
             if path.is_dir() and not path.is_symlink():
                 continue
             reason = why_unsafe(path, folder=folder, max_bytes=max_bytes)
@@ -73,6 +74,7 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
 def why_unsafe(path: Path, *, folder: Path, max_bytes: int) -> str | None:
     """Say why a file is not to be read; None for a small file of this run folder alone."""
     try:
+        # Resolved, since one of the folders above may be a link as well.
         is_inside = path.resolve().is_relative_to(folder.resolve())
         status = path.stat()
     # Links in a circle raise RuntimeError.

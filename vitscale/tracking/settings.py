@@ -76,6 +76,7 @@ def is_store_name(name: str) -> bool:
     """
     has_allowed_chars = re.fullmatch(r"[/\w.\- :]{1,250}", name) is not None
     return (
+        # MLflow makes paths of names, so it refuses those that are not in their shortest form.
         has_allowed_chars and posixpath.normpath(name) == name and name[0] not in "./"
     )
 
@@ -92,10 +93,12 @@ def default_uri() -> str:
 
 def absolute_uri(uri: str, *, where: str = "tracking.uri") -> str:
     """`uri` with its SQLite path made absolute. Raises UserError for an unsupported URI."""
+    # A relative path would mean another database in each folder that a command is started in.
     path = sqlite_path(uri)
     if path is not None and path.name:
         return f"sqlite:///{path.expanduser().absolute()}"
     scheme, colon, _ = uri.partition(":")
+    # A dialect may name its driver, as in postgresql+psycopg2.
     if colon and scheme.partition("+")[0] in SERVERS:
         return uri
     raise UserError(

@@ -35,6 +35,7 @@ class Reader(RunReader):
         self._open()
 
     def _open(self) -> None:
+        # Two files would show every point twice.
         for old in self._folder.glob("events.out.tfevents.*"):
             old.unlink()
         self._path = self._folder / f"events.out.tfevents.{time.time_ns()}"
@@ -42,16 +43,20 @@ class Reader(RunReader):
         self._offset = 0
         self.num_points = 0
         self._write(self.started, file_version="brain.Event:2")
+
         params = {
+            # A null would be no value of a hyperparameter, so it is shown as text.
             key: text if (value := resolve_scalar(text)) is None else value
             for key, text in flatten_params(self.config).items()
         }
         self._write(
             self.started, summary=hparams_pb(params, self.record.name, self.started)
         )
+
         tags = "".join(f"\n- {key}: {text}" for key, text in self.record.tags.items())
         texts = {
             "run": f"{self.record.note}\n{tags}",
+            # Four blanks make it a block of code in Markdown, which keeps its lines.
             "settings": indent(shared_yaml(self.config), "    "),
         }
         for tag, text in texts.items():
@@ -72,4 +77,5 @@ class Reader(RunReader):
             ]
             self._write(row.time, step=row.step, summary=Summary(value=values))
             self.num_points += len(values)
+        # Without a flush a viewer would see nothing until the buffer is full.
         self._file.flush()

@@ -98,7 +98,9 @@ class Tracker:
             str(store): reader_of(store, where="tracking.also")
             for store in settings.also
         }
+
         self._journal = Journal(self.folder / JOURNAL_NAME, resume_step=resume_step)
+        # Lines may be missing where the disk refused them before a kill.
         if resume_step - self._journal.last_step >= settings.log_every_steps:
             say(
                 f"{JOURNAL_NAME} has no lines of steps "
@@ -109,6 +111,7 @@ class Tracker:
         made_with = self._hash_of_origin(version)
         tracking_id = self._tracking_id(name, made_with, resume_step=resume_step)
         before = mlflow_sync.read_record(self.folder)
+        # A copy that is resumed names its original.
         if resume_step > 0 and before is not None and before.tracking_id != tracking_id:
             tags = tags | {mlflow_sync.COPY_TAG: before.tracking_id}
         tags = _process_tags(version) | settings.tags | tags | {"vitscale.stage": stage}
@@ -125,6 +128,7 @@ class Tracker:
             note=redact(note),
             origin=origin,
         )
+        # Edits that are not committed are kept, since the commit alone does not give this code.
         if version is not None and version.patch:
             patch_path = self.folder / f"source-{version.short}.diff"
             write_text(patch_path, redact(version.patch))
@@ -184,6 +188,7 @@ class Tracker:
         was_refused = self._journal.refused
         self._journal.append(metrics, step=step)
         error = self._journal.refused
+        # Said once, at the first line that is refused.
         if error is not None and was_refused is None:
             self._say(
                 f"warning: {self._journal.path}: cannot be written ({error.strerror}); training "
@@ -202,6 +207,7 @@ class Tracker:
         if self._journal is None:
             return
         with or_warn(self._journal.path, self._say):
+            # The journal comes first, since the threads send what is in it.
             self._journal.close()
         self._record(mlflow_sync.ENDED, status=status)
         self._status = status
@@ -234,6 +240,7 @@ class Tracker:
         pause_s = 0.0
         is_last = False
         while not is_last:
+            # The last round begins after the run has been closed, so that it sends everything.
             is_last = self._closing.wait(pause_s)
             try:
                 if reader is None:
@@ -249,6 +256,7 @@ class Tracker:
                     monitor = reader.watch_node()
                 pause_s = SEND_S
             except Exception as error:
+                # Said once for each failure, not at every try.
                 if pause_s != RETRY_S:
                     self._say(
                         f"warning: {name} cannot be reached or written ({short_reason(error)}); "
@@ -258,6 +266,7 @@ class Tracker:
                 reader = None
                 pause_s = RETRY_S
 
+        # A reader is left only if its last round succeeded.
         if reader is not None:
             self._complete.add(name)
             self._say(f"{name}: {reader.page}")

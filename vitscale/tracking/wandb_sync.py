@@ -54,6 +54,7 @@ class Reader(RunReader):
         )
         self._run = wandb.init(
             dir=str(folder),
+            # W&B allows 64 characters without these in an id.
             id=re.sub(r"[/\\#?%:]", "-", self.record.tracking_id)[-64:],
             project=self.record.experiment,
             name=self.record.name,
@@ -64,6 +65,7 @@ class Reader(RunReader):
             resume=None if wandb.setup().settings.mode == "offline" else "allow",
             settings=settings,
         )
+        # Steps before it are there; W&B refuses to go back.
         self._first_step = self._run.starting_step
         self.run_id = self._run.url or shown_path(str(Path(self._run.dir).parent))
         self.page = self._run.url or f"wandb sync {quote(self.run_id)}"
@@ -73,6 +75,7 @@ class Reader(RunReader):
             if row.step >= self._first_step:
                 self._run.log({**row.metrics, "_timestamp": row.time}, step=row.step)
                 self.num_points += len(row.metrics)
+        # W&B then shows a run that waits to be resumed, and not a crashed one.
         if status == "PAUSED":
             self._run.mark_preempting()
         if status != "RUNNING":
