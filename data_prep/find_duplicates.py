@@ -98,6 +98,7 @@ def main() -> None:
         equal = first_equal(np.frombuffer(hashes, "<u8").reshape(-1, 4))
         first = np.minimum(first, equal)
     is_exact = first != positions
+    # NaN becomes null in the table: without a copy there is no similarity.
     alike = np.where(is_exact, 1.0, np.nan)
     if arguments.similar:
         find_similar(images, first, alike, num_workers=arguments.num_workers)
@@ -105,6 +106,7 @@ def main() -> None:
     # One row for each sample of the folder; the others are only what it is compared with.
     is_copy = first != positions
     own = slice(num_others, None)
+    # Null for images that are no copies; `take` passes it on.
     copied = pa.array(first[own], mask=~is_copy[own])
     table = pa.table(
         {
@@ -126,16 +128,19 @@ def main() -> None:
     for position in shown:
         both = images.take([first[position], position]).to_pylist()
         pairs.append((f"{alike[position]:.4f}", [image_of(row) for row in both]))
+
     output = Path(arguments.output or f"{folder.resolve()}-duplicates")
     with writing(output, where="--output"):
         with atomic_file(output / TABLE_NAME) as file:
             pq.write_table(table, file)
         write_text(output / KEYS_NAME, "".join(f"{key}\n" for key in kept))
+        # A picture of an earlier command would not be about these pairs.
         (output / PICTURE_NAME).unlink(missing_ok=True)
         if pairs:
             draw_rows(output / PICTURE_NAME, pairs)
 
     num_copies = len(table) - len(kept)
+    # The images of --against come first, so that lower positions are theirs.
     num_of_others = int((is_copy & (first < num_others))[own].sum())
     of_others = f"; {num_of_others:,} of an image of --against" if others else ""
     print(
@@ -165,8 +170,10 @@ def find_similar(
     """Note in `first` which image each one copies, and in `alike` how much; other bytes alone."""
     descriptors = describe_all(images, num_workers=num_workers)
     positions = np.arange(len(images))
+    # Images with equal bytes are settled, so they are not compared again.
     likely = np.where(first == positions, nearest_similar(descriptors), positions)
     rows = np.flatnonzero(likely != positions)
+    # Read one pair at a time: all rows as Python objects would take gigabytes.
     pairs = (
         [images.slice(i, 1).to_pylist()[0] for i in (likely[row], row)] for row in rows
     )
@@ -190,9 +197,11 @@ def describe_all(images: pa.Table, *, num_workers: int) -> np.ndarray:
         Workers(describe, num=num_workers, imports=[describe.__module__]) as workers,
     ):
         for number, batch, (found, lost) in workers.results(batches):
+            # Batches may arrive in any order.
             descriptors[starts[number] :][: len(batch)] = found
             num_lost += lost
             advance(len(batch))
+
     if num_lost:
         print(
             f"warning: {num_lost:,} images cannot be decoded and are compared by bytes only"

@@ -48,6 +48,7 @@ def refuse_rewriting(run: DataPrepRun) -> None:
     keys = ("holdout_fraction", "val_per_class", "min_images_per_class", "leave_out")
     wanted = {f"source.{key}": getattr(run.source, key) for key in keys}
     wanted["images.short_side"] = run.images.short_side
+    # The truth of a value decides: 0, null and an empty list ask for nothing.
     errors = [
         UserError(
             "requires rewriting the tars, which indexing does not do",

@@ -85,8 +85,10 @@ def main() -> None:
         contents = dict(
             character_files(num_train=arguments.num_train, num_test=arguments.num_test)
         )
+    # Names are SPLIT/CLASS/NAME.png.
     num_train = sum(name.startswith("train/") for name in contents)
     num_classes = len({name.split("/")[1] for name in contents})
+    # The folder is complete or absent, so an existing one need only be compared.
     if output.exists():
         check_same_files(output, contents)
         print(f"{output}: already there, the same {len(contents):,} images")
@@ -146,12 +148,14 @@ def digit_files() -> Iterator[tuple[str, bytes]]:
 
 def _choose_test(labels: np.ndarray) -> set[int]:
     """Positions held out for testing: in proportion to the classes, largest remainders first."""
+    # Whole images per class, rounded down, then one more for the largest remainders.
     exact = np.bincount(labels) * NUM_TEST / len(labels)
     take = exact.astype(int)
     take[np.argsort(take - exact, kind="stable")[: NUM_TEST - take.sum()]] += 1
     chosen: set[int] = set()
     for label, num in enumerate(take):
         rows = np.flatnonzero(labels == label).tolist()
+        # Hashes choose at random, and the same images with every version of NumPy.
         rows.sort(key=lambda i: seeded_hash(str(i), seed=0, purpose="digits test"))
         chosen.update(rows[:num])
     return chosen
@@ -168,6 +172,7 @@ def character_files(*, num_train: int, num_test: int) -> Iterator[tuple[str, byt
         ):
             for i in range(num):
                 font = fonts[i % len(fonts)]
+                # Each image has a key, so that it does not depend on how many there are.
                 random = CounterRandom(stream_key("characters", 0, letter, font, i))
                 yield f"{split}/{name}/{font}-{i:03d}.png", render(letter, font, random)
 
@@ -191,6 +196,7 @@ def render(letter: str, font: str, random: CounterRandom) -> bytes:
         anchor="ls",
         stroke_width=round(max(0.0, stroke) * LARGE_PX),
     )
+    # Wide letters are made narrower, so that they stay inside the image.
     left, _, right, _ = canvas.getbbox() or (0, 0, 1, 1)
     scale = min(em / MAX_EM, MAX_WIDTH * LARGE_PX / (right - left))
     # The middle of the letter's baseline on the canvas and in the image.

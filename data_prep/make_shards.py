@@ -55,6 +55,7 @@ def main() -> None:
     output, source = (
         Path(path).expanduser().resolve() for path in (run.output, run.source.path)
     )
+    # The output would become part of the source at the next start.
     if output.is_relative_to(source):
         raise UserError(
             "is inside source.path", where="output", next_step="choose another folder"

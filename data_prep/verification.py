@@ -80,6 +80,7 @@ def check_folder(
         item_progress("verify", total=num_samples) as advance,
         Workers(check, num=num_workers, imports=[__name__]) as workers,
     ):
+        # Rows up to the first damage can still be compared.
         pieces = _readable(_batches(folder / INDEX_NAME)) if is_index else ()
         tasks = tar_tasks(pieces, manifest)
         for _, (shard, _), findings in workers.results(tasks):
@@ -101,6 +102,7 @@ def tar_tasks(index: Iterable[pa.Table], manifest: Manifest) -> Iterator[Task]:
     pieces = iter(index)
     rows = INDEX_SCHEMA.empty_table()
     for shard in shards_of(manifest):
+        # Row groups and tars end at different rows.
         while len(rows) < shard.samples and (piece := next(pieces, None)) is not None:
             rows = pa.concat_tables([rows, piece])
         samples = rows.slice(0, shard.samples).unify_dictionaries()
@@ -145,6 +147,7 @@ def _check_index(folder: Path, manifest: Manifest, *, is_index: bool) -> Iterato
         yield "is no table, or has other columns than this version writes"
         return
 
+    # Without classes every label is NO_LABEL.
     low, high = (0, len(manifest.classes)) if manifest.classes else (NO_LABEL, 0)
     labels = (piece["label"].to_numpy() for piece in _batches(path))
     num_wrong = sum(int(((some < low) | (some >= high)).sum()) for some in labels)
@@ -154,6 +157,7 @@ def _check_index(folder: Path, manifest: Manifest, *, is_index: bool) -> Iterato
     names = (name for piece in _batches(path) for name in piece["shard"].to_pylist())
     counts = [(name, len(list(rows))) for name, rows in groupby(names)]
     tars = [(shard.name, shard.samples) for shard in shards_of(manifest)]
+    # Tars without samples have no rows.
     if counts != [(name, num) for name, num in tars if num]:
         yield "does not have the samples of the manifest's tars, in their order"
     for split, entry in manifest.splits.items():
@@ -192,10 +196,12 @@ def check_tar(
                 elif write_entry_points:
                     key = int.from_bytes(row["blake3"][:8], "little")
                     points[key] = entry_points.find_entry_points(image)
+            # One byte more shows what follows the end mark.
             if ours and file.read(len(END_MARK) + 1) != END_MARK:
                 found.append("holds more than the samples of the index, or no end mark")
     except OSError as error:
         return [*found, f"cannot be read ({error.strerror})"]
+    # Entry points of damaged images could be wrong.
     if write_entry_points and not found:
         place = entry_points.entry_points_file(folder, shard.name)
         if not place.parent.resolve().is_relative_to(folder.resolve()):
@@ -217,6 +223,7 @@ def _check_sample(
         before, after = around_image(
             row["key"], extension=row["format"], num_bytes=row["length"], label=label
         )
+    # Headers and padding are compared as well, so all bytes of the tar are.
     file.seek(max(0, row["offset"] - len(before)))
     stored = file.read(len(before) + row["length"] + len(after))
     image = stored[len(before) :][: row["length"]]
@@ -254,6 +261,7 @@ def _key_hashes(path: Path, *status: str) -> dict[str, bytes]:
     hashes: dict[str, blake3] = {}
     for rows in _batches(path, ["split", "key", *status]):
         for row in rows.to_pylist():
+            # The index has no column `status`, and no rejected rows.
             if row.get("status") != "rejected":
                 hashes.setdefault(row["split"], blake3()).update(
                     f"{row['key']}\0".encode()
@@ -273,6 +281,7 @@ def draw_sheet(path: Path, folder: Path, manifest: Manifest) -> None:
     )
     labels = table.column("label").to_numpy()
     present = np.unique(labels)
+    # Evenly over the labels, so that the last classes are seen, too.
     num_shown = min(MAX_CLASSES, len(present))
     shown_labels = present[np.linspace(0, len(present) - 1, num_shown).astype(int)]
     rows = []

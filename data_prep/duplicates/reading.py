@@ -48,19 +48,24 @@ def list_images(folder: Path) -> pa.Table:
 
     Raises UserError for a folder without images, and for tars at a URL.
     """
+    # The name of a sample says which of several folders it is from.
     if (folder / INDEX_NAME).is_file():
         samples = list_samples(folder)
         names = pc.binary_join_element_wise(
             printable(str(folder)), samples["name"], "/"
         )
         return samples.set_column(0, "name", names)
+
     if not folder.is_dir():
         raise UserError("no such folder", where=str(folder))
+    # Sorted, since the order of a listing differs between file systems, and the first copy is kept.
     below = files_below(folder, follow_links=True)
     files = sorted(path for path in below if is_image_name(os.path.basename(path)))
+
     rows = []
     try:
         for file in files:
+            # An image file was converted by nobody, so both hashes are the same.
             digest = bytes.fromhex(blake3_of_file(file))
             row = {
                 "name": printable(file),
@@ -72,8 +77,10 @@ def list_images(folder: Path) -> pa.Table:
             }
             rows.append(row)
     except OSError as error:
+        # Names of files need not be UTF-8, and may have characters that a terminal obeys.
         where = printable(str(error.filename or folder))
         raise UserError(f"cannot be read ({error.strerror})", where=where) from None
+
     if not files:
         raise UserError(
             "has no images", where=str(folder), allowed="image files, or shards"
@@ -90,18 +97,21 @@ def list_samples(folder: Path) -> pa.Table:
         folder / INDEX_NAME,
         columns=["split", "key", "blake3", "shard", "offset", "length"],
     )
+    # A stable sort keeps the stored order within each part.
     in_train = pc.equal(table["split"].cast(pa.string()), TRAIN).to_numpy()
     table = table.take(np.argsort(in_train, kind="stable")).combine_chunks()
+    # The paths of tars repeat, so each is stored once.
     shards = table["shard"].cast(pa.string()).combine_chunks().dictionary_encode()
     tars = tar_files(folder, read_manifest(folder), shards.dictionary.to_pylist())
     files = pa.DictionaryArray.from_arrays(
         shards.indices, pa.array(map(os.fsencode, tars))
     )
 
-    # The row of the ledger of each sample.
+    # Each sample gets its row of the ledger.
     ledger = pq.read_table(
         folder / LEDGER_NAME, columns=["split", "key", "path", "class", "blake3"]
     )
+    # Rejected inputs have no key.
     ledger = ledger.filter(pc.is_valid(ledger["key"])).combine_chunks()
     ledger = ledger.take(
         pc.index_in(_sample_names(table), value_set=_sample_names(ledger))
@@ -113,6 +123,7 @@ def list_samples(folder: Path) -> pa.Table:
         "original": ledger["blake3"],
         "file": files,
     }
+    # Columns of the ledger replace those of the index where both have one.
     columns = [made[n] if n in made else table[n] for n in IMAGES.names]
     return pa.table(columns, schema=IMAGES)
 

@@ -42,6 +42,7 @@ def likeness(left: bytes, right: bytes) -> float:
     other = grey_picture(right, side=SIDE_PX)
     if one is None or other is None:
         return 0.0
+    # Enlarging the smaller picture would invent detail that the other one has.
     side = max(MIN_SIDE_PX, min(SIDE_PX, one.short_side, other.short_side))
     a = _reduced(one.pixels, side)
     b = _reduced(other.pixels, side)
@@ -62,6 +63,7 @@ def _same_grey(a: np.ndarray, b: np.ndarray) -> bool:
     # Contrast is that of blurred pictures: detail that a copy lost must not count as contrast.
     blurred_a = _means(a, BLUR_PX)
     blurred_b = _means(b, BLUR_PX)
+    # Nearly uniform pictures have hardly any contrast; dividing by it would amplify noise.
     gain = np.clip(blurred_a.std() / max(blurred_b.std(), 1e-9), *GAINS)
     fine_a = a - blurred_a
     fine_b = gain * (b - blurred_b)

@@ -38,7 +38,7 @@ BIT_THRESHOLD = 0.1
 KEY_BITS = 32
 UNCERTAIN_BITS = 3
 NUM_KEYS = 1 << UNCERTAIN_BITS
-# Of the coefficients of two pictures.
+# Least correlation of the coefficients of two pictures.
 MIN_CORRELATION = 0.99
 BATCH_ROWS = 1 << 14
 # Candidates per batch.
@@ -50,8 +50,10 @@ SETTLED = 0.9999
 
 def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
     """Return descriptors of encoded images, blank if undecodable, and how many are that."""
+    # An image that cannot be decoded stays black, and so has no contrast.
     pictures = np.zeros((len(contents), SIDE_PX, SIDE_PX), np.uint8)
     num_lost = 0
+
     for number, content in enumerate(contents):
         picture = grey_picture(content, side=SIDE_PX)
         if picture is None:
@@ -64,6 +66,7 @@ def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
 def picture_descriptors(pictures: np.ndarray) -> np.ndarray:
     """Descriptors of grey pictures, uint8 [N, SIDE_PX, SIDE_PX]."""
     basis, _, _ = _frequencies()
+    # Each picture becomes a row, so that one product transforms all of them.
     flat = pictures.reshape(-1, SIDE_PX * SIDE_PX).astype(np.float64)
     return np.rint(flat @ basis * (SCALE / BASIS_SCALE)).astype(np.int16)
 
@@ -72,6 +75,7 @@ def picture_descriptors(pictures: np.ndarray) -> np.ndarray:
 def _frequencies() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(basis [SIDE_PX^2, NUM_FREQUENCIES] as integers, frequency, sign when mirrored)."""
     positions = np.arange(SIDE_PX)
+    # Rows are the basis functions of the orthonormal cosine transform (DCT-II).
     waves = np.cos(np.pi * positions[:, None] * (2 * positions + 1) / (2 * SIDE_PX))
     waves *= np.sqrt(2 / SIDE_PX)
     waves[0] /= np.sqrt(2)
@@ -80,6 +84,7 @@ def _frequencies() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     # The first one, the mean, is left out.
     chosen = np.argsort(squared, kind="stable")[1 : NUM_FREQUENCIES + 1]
     basis = waves[vertical[chosen]][:, :, None] * waves[horizontal[chosen]][:, None, :]
+    # Integers make the sums exact, and so the same on all machines.
     basis = np.rint(basis.reshape(NUM_FREQUENCIES, -1).T * BASIS_SCALE)
     return basis, np.sqrt(squared[chosen]), np.where(horizontal[chosen] % 2, -1.0, 1.0)
 
@@ -89,6 +94,7 @@ def has_contrast(descriptors: np.ndarray) -> np.ndarray:
     squares: np.ndarray = np.einsum(
         "ij,ij->i", descriptors, descriptors, dtype=np.int64
     )
+    # By Parseval's theorem the squares of the coefficients add up to those of the pixels.
     return squares >= (MIN_CONTRAST * SCALE * SIDE_PX) ** 2
 
 
@@ -98,24 +104,29 @@ def keys_of(descriptors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Only images that share a key are compared: direct with direct, or direct with mirrored.
     """
     _, frequency, signs = _frequencies()
+    # All combinations of the uncertain bits, each a column of 0 and 1.
     flips = (
         np.indices((2,) * UNCERTAIN_BITS)
         .reshape(UNCERTAIN_BITS, NUM_KEYS)
         .astype(np.uint32)
     )
+
     coefficients = descriptors.astype(np.float64)
     threshold = (
         np.sqrt((coefficients**2).sum(axis=1, keepdims=True))
         * BIT_THRESHOLD
         / frequency
     )
+
     found = []
     for values in (coefficients, coefficients * signs):
+        # Each bit is uncertain by how close its coefficient is to the threshold.
         margins = (values - threshold)[:, :KEY_BITS]
         key = np.packbits(margins > 0, axis=1, bitorder="little").view("<u4")
         uncertain = np.argsort(np.abs(margins), axis=1, kind="stable")[
             :, :UNCERTAIN_BITS
         ]
+        # The columns become masks of the bits to flip.
         masks = np.left_shift(np.uint32(1), uncertain.astype(np.uint32)) @ flips
         found.append(key ^ masks)
     return found[0], found[1]
@@ -128,6 +139,7 @@ def correlation(left: np.ndarray, right: np.ndarray, *, mirrored: bool) -> np.nd
     b = right.astype(np.float64)
     if mirrored:
         a *= signs
+    # A picture without contrast has norm 0, and correlates with nothing.
     norms = np.square(a).sum(axis=1) * np.square(b).sum(axis=1)
     alike: np.ndarray = (a * b).sum(axis=1) / np.sqrt(np.maximum(norms, 1))
     return alike
@@ -136,6 +148,7 @@ def correlation(left: np.ndarray, right: np.ndarray, *, mirrored: bool) -> np.nd
 def first_equal(rows: np.ndarray) -> np.ndarray:
     """int64 per row of `rows`, [N, M]: the first row that equals it."""
     num_bytes = rows.itemsize * rows.shape[1]
+    # A row as one value of raw bytes, which `unique` compares as a whole.
     contents = np.ascontiguousarray(rows).view(f"V{num_bytes}").ravel()
     _, first, codes = np.unique(contents, return_index=True, return_inverse=True)
     first_of: np.ndarray = first[codes]
@@ -151,6 +164,7 @@ def nearest_similar(descriptors: np.ndarray) -> np.ndarray:
     positions = np.arange(len(descriptors))
     is_clear = has_contrast(descriptors)
     nearest = np.where(is_clear, first_equal(descriptors), positions)
+    # Only one of equal descriptors is searched for; its copies follow from it.
     distinct = np.flatnonzero((nearest == positions) & is_clear)
     nearest[distinct] = distinct[_nearest(descriptors[distinct])]
     return nearest
@@ -180,6 +194,7 @@ def _nearest(descriptors: np.ndarray) -> np.ndarray:
 
                 # A pair can share several keys: each is compared once.
                 is_open = (earlier < later) & (best[later] < SETTLED)
+                # One number for each pair, so that `unique` finds those that come up again.
                 pairs = np.unique(later[is_open] * num + earlier[is_open])
                 later, earlier = np.divmod(pairs, num)
                 alike = correlation(
@@ -201,7 +216,9 @@ def _equal_keys(
     start = np.searchsorted(table, probes, side="left")
     counts = np.searchsorted(table, probes, side="right") - start
     ends = np.cumsum(counts)
+    # Frequent keys have many pairs, so memory is bounded by taking some at a time.
     for first in range(0, int(ends[-1]), MAX_PAIRS):
         pair = np.arange(first, min(first + MAX_PAIRS, int(ends[-1])))
         probe = np.searchsorted(ends, pair, side="right")
+        # Numbers of pairs run over all probes; the difference is the number within its probe.
         yield probe, start[probe] + pair - (ends[probe] - counts[probe])

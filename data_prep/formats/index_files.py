@@ -97,6 +97,7 @@ def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
 
 def info_of(manifest: Manifest) -> dict[str, Any]:
     """`_info.json` in the form timm's WebDataset reader takes."""
+    # timm opens the tars by these paths, wherever it is started.
     root = location_of(manifest.shards_root)
     info = {
         name: {
@@ -124,11 +125,14 @@ def write_card(
     features: list[dict[str, Any]] = [
         {"name": suffix, "dtype": "image"} for suffix in formats
     ]
+
     if classes:
         names = {str(label): name for label, name in enumerate(classes)}
         features.append({"name": "cls", "dtype": {"class_label": {"names": names}}})
     features += [{"name": name, "dtype": "string"} for name in ("__key__", "__url__")]
+    # Tars of all splits are in one folder, so their names tell them apart.
     files = [{"split": name, "path": f"{name}-*.tar"} for name in sorted(splits)]
+
     facts = {
         "configs": [{"config_name": "default", "data_files": files}],
         "dataset_info": {"features": features},
@@ -156,6 +160,7 @@ def split_fingerprint(
     content: pieces of [samples, 36] uint8, an image's BLAKE3 and its label (uint32, little-endian).
     """
     digest = hashlib.sha256()
+    # The layout is part of the fingerprint, so a slip here would change it in silence.
     for piece in content:
         assert piece.dtype == np.uint8 and piece.shape[1:] == (36,)
         digest.update(piece.tobytes())
@@ -176,6 +181,7 @@ def folder_fingerprint(
     splits: Mapping[str, SplitEntry], *, classes: Sequence[str]
 ) -> str:
     """Hash of the whole corpus as stored."""
+    # Sorted keys make the text the same whatever order the splits come in.
     parts = {name: entry.fingerprint for name, entry in splits.items()}
     text = json.dumps([parts, label_map_sha256(classes)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -196,6 +202,7 @@ def tar_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[Pa
     """Return the tars that an index names. Raises UserError for one that the manifest lacks."""
     root = folder_of_tars(folder, manifest)
     known = {shard.name for shard in shards_of(manifest)}
+    # A name from elsewhere would lead outside of the folder.
     for name in (name for name in names if name not in known):
         raise UserError(
             f"names the tar {name!r}, which {MANIFEST_NAME} does not have",
@@ -227,6 +234,7 @@ def next_step(folder: Path, manifest: Manifest, *, gpus: int) -> str:
     num = sum(entry.num_samples for entry in manifest.splits.values())
     sizes = pq.read_table(folder / INDEX_NAME, columns=["width", "height"])
     side = np.median(np.minimum(*sizes.columns))
+
     settings = f"model.num_classes={len(manifest.classes)}"
     note = ""
     if not manifest.classes:
@@ -238,6 +246,7 @@ def next_step(folder: Path, manifest: Manifest, *, gpus: int) -> str:
         recipe = "pretrain deit/s16"
     elif side >= PHOTOGRAPH_PX:
         recipe = "finetune own" if gpus else "evaluate own_features"
+        # Few photographs: published weights know more than these can teach.
         settings = f"init={PUBLISHED}"
         note = PUBLISHED_NOTE
     else:
@@ -252,7 +261,9 @@ def next_step(folder: Path, manifest: Manifest, *, gpus: int) -> str:
     if gpus:  # a power of two, which divides the batches of all recipes
         recipe += f" --num-procs {1 << gpus.bit_length() - 1}"
     elif not note:
+        # Without a GPU a large recipe would take weeks, so only its plan is shown.
         recipe = f"{recipe.replace('pretrain', 'launch')} --dry-run"
+    # `val` comes before others; among these the first by name.
     held_out = sorted(manifest.splits.keys() - {"train"}, key="val".__ne__)
     settings += f" data.val_split={quote(next(iter(held_out), 'null'))}"
     if note and not held_out:

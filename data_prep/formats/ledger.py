@@ -23,7 +23,7 @@ from vitscale.distributed.atomic_files import atomic_file
 LEDGER_NAME = "ledger.parquet"
 EXAMPLES_PER_REASON = 3
 
-# Not meant as images: listed, but no faults of the corpus.
+# These were not meant as images: they are listed, but are no faults of the corpus.
 EXTERNAL_REASONS = {
     "hidden": "hidden file, or inside a hidden folder",
     "other_name": "not named like an image",
@@ -80,11 +80,13 @@ class Outcomes:
         reasons = rows["reason"].cast(pa.string())
         self.num_rows += len(rows)
         self.num_kept += reasons.null_count
+        # Counted by Arrow, since a corpus has millions of rows and few reasons.
         for group in reasons.drop_null().value_counts().to_pylist():
             reason = group["values"]
             self.reasons[reason] += group["counts"]
             shown = self.examples.setdefault(reason, [])
             num_missing = EXAMPLES_PER_REASON - len(shown)
+            # Only the examples that are still missing are looked up.
             positions = pc.indices_nonzero(pc.equal(reasons, reason))[:num_missing]
             shown += rows["path"].take(positions).to_pylist()
 
@@ -103,6 +105,7 @@ class Outcomes:
     def describe(self, among: Collection[str] = REASONS) -> str:
         """Return a line with count, meaning and examples per reason, most frequent first."""
         lines = []
+        # Equal counts are ordered by name, so that the text is always the same.
         for reason, num in sorted(
             self.reasons.items(), key=lambda item: (-item[1], item[0])
         ):
@@ -120,6 +123,7 @@ class Outcomes:
             next_step = (
                 "fix, convert or remove these files, or raise images.max_bad_fraction"
             )
+            # Most images without a label mean a wrong setting rather than broken files.
             if 2 * self.reasons["no_label"] > self.num_bad:
                 next_step = (
                     "set source.label to where the labels are, or labels.values=none"
@@ -161,7 +165,9 @@ def write_ledger(folder: Path, tables: Iterable[pa.Table]) -> Outcomes:
             reason, changes = (
                 rows[name].cast(pa.string()) for name in ("reason", "changes")
             )
+
             status = pc.if_else(pc.is_valid(changes), "repaired", "kept")
+            # A rejection outweighs changes: nothing of the image is stored.
             status = pc.if_else(pc.is_valid(reason), "rejected", status)
             classes = rows["class"].cast(pa.string())
             made = {
@@ -169,10 +175,12 @@ def write_ledger(folder: Path, tables: Iterable[pa.Table]) -> Outcomes:
                 "status": status,
                 "reason": pc.coalesce(reason, changes),
             }
+
             columns = [made[n] if n in made else rows[n] for n in LEDGER_SCHEMA.names]
             writer.write_table(
                 pa.table(columns, LEDGER_SCHEMA.names).cast(LEDGER_SCHEMA)
             )
             sums.add(rows)
+            # The sum of an empty column is null.
             sums.num_repaired += pc.sum(pc.equal(status, "repaired")).as_py() or 0
     return sums

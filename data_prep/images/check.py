@@ -41,7 +41,7 @@ FAULTS = {
     "deep_grey": "16-bit grey, which decoders clip to white; only for tars that are indexed",
     "bad_pixels": "truncated, damaged, or otherwise not decoded to the last pixel",
 }
-# In the order in which the ledger names them.
+# These are in the order in which the ledger names them.
 CHANGES = """
 gzip converted cmyk 16_bit transparency animation exif_rotation short_side
 """.split()
@@ -100,6 +100,7 @@ def check_image(
         _check(found, data, settings, converts=convert)
     except Rejected as reason:
         return CheckedImage(str(reason), found.input_hash)
+    # Unchanged images keep their bytes, so they need no second hash.
     found.content_hash = found.input_hash
     if found.changes:
         found.content_hash = blake3(found.content).digest()
@@ -128,18 +129,21 @@ def _check(
         raise Rejected("too_many_pixels")
     if min(image.size) < settings.min_side:
         raise Rejected("too_small")
+    # 16-bit grey would be clipped to white by the decoders of training.
     if not converts and image.mode.startswith("I"):
         raise Rejected("deep_grey")
 
-    # What must change to make the image plain.
+    # The list of what must change to make the image plain.
     changes: list[str] = []
     turn = UPRIGHT
     if converts:
+        # Other formats store the orientation in the header, where reading it costs nothing.
         if format != "PNG" or any(mark in found.content for mark in PNG_EXIF):
             turn = orientation(image)
         changes = _changes(image, found.content, turn, short_side=settings.short_side)
     found.extension = SUFFIXES.get(format, "")
     found.width, found.height = image.size
+    # Joined in the order of CHANGES: unpacking comes first.
     found.changes = ",".join(["gzip"] * is_packed + changes) or None
 
     # Only decoding finds damage between the header and the end.
@@ -227,6 +231,7 @@ def _changes(
     has_more = True
     with suppress(Exception):
         has_more = getattr(image, "is_animated", False)
+
     is_needed = {
         "converted": image.format in OTHER_FORMATS,
         "cmyk": image.mode == "CMYK",
@@ -243,14 +248,17 @@ def _changes(
 def _convert(found: CheckedImage, file: ImageFile, short_side: int | None) -> None:
     """Replace content, format and size. Raises what Pillow raises."""
     size = file.size
+    # JPEG and lossy WebP lost exactness before, so another loss hardly matters.
     is_lossless_webp = file.format == "WEBP" and b"VP8L" in found.content[:4096]
     is_lossy = file.format not in LOSSLESS and not is_lossless_webp
     if short_side is not None:
+        # Rounded to the nearest pixel, in integers, so that all machines agree.
         short = min(size)
         width, height = ((side * short_side + short // 2) // short for side in size)
         size = (width, height)
         # Decodes a JPEG at 1/2, 1/4 or 1/8 if the result has at least twice the size wanted.
         file.draft(file.mode, (2 * width, 2 * height))
+    # Transparent and 16-bit pixels are settled first: filters would mix them up.
     image = plain(file)
     if size != image.size:
         image = image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)

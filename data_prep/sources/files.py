@@ -56,6 +56,7 @@ def split_places(settings: SourceSettings, *, kind: str) -> dict[str, str]:
         full = top / path
         if os.path.isabs(path) or path.split("/")[0] == "..":
             raise UserError(f"{str(full)!r} is outside source.path", where=where)
+        # A pattern is no file itself, but its folder must be there.
         is_pattern = not {"*", "?", "{"}.isdisjoint(full.name) and full.parent.is_dir()
         if not (full.is_dir() or (may_be_file and (full.is_file() or is_pattern))):
             raise UserError(f"{str(full)!r}: no such {kind}", where=where)
@@ -89,6 +90,7 @@ def file_containers(
         folder = path if is_folder else os.path.dirname(path)
         with os.scandir(root / folder) as entries:
             shown = [entry for entry in entries if not is_hidden(entry.name)]
+
         names = {
             entry.name for entry in shown if is_wanted(entry.name) and entry.is_file()
         }
@@ -114,11 +116,12 @@ def file_containers(
         by_name = {}
         if is_folder and not settings.splits:
             by_name = splits_of_files(names, are_classes=settings.kind == "class_tars")
+        # By bytes, since the locale must not change the order of containers.
         for name in sorted(names, key=os.fsencode):
             file = os.path.join(folder, name)
             containers.append(Container(file, by_name.get(name, split)))
 
-    # A file with two names would be stored twice.
+    # A file with two names, by a link, would be stored twice.
     first = dict[str, Container]()
     for box in containers:
         other = first.setdefault(os.path.realpath(root / box.path), box)
@@ -139,6 +142,7 @@ def _refuse_deeper_files(
 ) -> None:
     """Raise UserError for wanted files in sub-folders, which may be splits or other corpora."""
     deeper = None
+    # Links are followed, since a corpus may be put together from them.
     with suppress(OSError):  # a closed folder
         below = files_below(folder, follow_links=True)
         wanted = (path for path in below if is_wanted(os.path.basename(path)))

@@ -31,12 +31,12 @@ from vitscale.data.split_names import SPLIT_OF_NAME, splits_of_folders
 
 # No permission, or a path beyond the system's limit (PATH_MAX, 4,096 bytes on Linux).
 CLOSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
-# Without classes a split is divided into about so many units of listing, where it has the folders.
+# Without classes a split is divided into about this many units of listing, if it has the folders.
 UNLABELLED_FOLDERS = 64
 VAL_LABELS = "source.val_labels"
 # Name and class; or a class that is no number, and numbers alone, such as tiny-imagenet's boxes.
 CLASS_IS_SECOND = re.compile(r".*\n(.*|.*[^-+.\d\n].*(\n[-+.\d]*)*)\Z")
-# Of name and class in such a list. A blank is one only where the name ends.
+# Separators of name and class in such a list. A blank is one only where the name ends.
 SEPARATORS = "\t;,|: "
 
 
@@ -86,6 +86,7 @@ class ImageFolder(Source):
                     "source.val_labels to a list of their classes, leave the folder out by "
                     "source.splits, or make shards without labels: labels.values=none",
                 )
+            # Files beside the class folders are listed, too: the ledger names every file.
             containers.append(Container(path or ".", split))
             for name in names:
                 class_path = os.path.join(path, name)
@@ -97,6 +98,7 @@ class ImageFolder(Source):
         base = top or "."
         containers: list[Container] = []
         folders = [top]
+        # Folders are opened level by level until there are enough units to share.
         while folders and len(folders) < UNLABELLED_FOLDERS:
             # These are too few to share: their files are one unit, each folder inside another.
             containers += [
@@ -152,6 +154,7 @@ class ImageFolder(Source):
 
             splits = set[str | None]()
             for entry in entries:
+                # Joined by hand: `os.path.join` takes longer, and a corpus has millions of files.
                 path = f"{folder}/{entry.name}" if folder else entry.name
                 hidden = below_hidden or is_hidden(entry.name)
                 if entry.is_dir(follow_symlinks=False):
@@ -194,8 +197,10 @@ class ImageFolder(Source):
         # A list may name an image with its suffix or without, alone or through this folder. Beside
         # a.jpg.png, a.jpg is the other image.
         image_of = {stem_and_suffix(name)[0]: name for name in names}
+        # Full names come last, so that they win over stems.
         image_of.update(zip(names, names, strict=True))
 
+        # Only the part below this folder counts, whatever the paths of the list begin with.
         def image_at(path: str) -> str | None:
             inside = f"/{path}".rpartition(f"/{folder.name}/")[2]
             return image_of.get(inside.lstrip("/"))
@@ -210,6 +215,7 @@ class ImageFolder(Source):
         if not num_known(separator):
             rows = _rows_in_order(file, names, folder=folder)
         elif separator == " ":
+            # Without the name, the rest of a line is the class, blanks included.
             rows = [(number, [row[0], " ".join(row[1:])]) for number, row in rows]
 
         # The first line may have titles. Kaggle's list of ILSVRC's val is known by one of them: it
@@ -220,6 +226,7 @@ class ImageFolder(Source):
         column = titles.get(self.settings.label, 1)
         has_boxes = "PredictionString" in titles
 
+        # The most frequent number of values is the right one; others are faults.
         width = Counter(len(row) for _, row in rows).most_common(1)[0][0]
         classes: dict[str, str] = {}
         lines: dict[str, int] = {}
@@ -242,6 +249,7 @@ class ImageFolder(Source):
                 class_name = row[column]
                 if has_boxes:
                     class_name = class_name.split(" ")[0]
+                # A list may name an image several times if it always gives the same class.
                 if classes.setdefault(name, class_name) != class_name:
                     problem = f"{name!r} has another class than in line {lines[name]}"
                 lines.setdefault(name, number)
@@ -266,6 +274,8 @@ def _input_of(
     """The input of a file. start: of its name in its path."""
     name = path[start : len(path) - len(entry.name)] + stem_and_suffix(entry.name)[0]
     item = Input(path, container.split, container.class_name, name, 0)
+
+    # The size of a broken link is unknown, and stays 0.
     try:
         status = entry.stat()
     except OSError as error:
@@ -308,6 +318,7 @@ def _rows_in_order(
             where=VAL_LABELS,
             allowed=f"{allowed}; or one class per image, in the order of their names",
         )
+    # Lines in the order of names are trusted only if all ways of sorting agree.
     for first, by_number in zip(names, sorted(names, key=_natural), strict=True):
         if first != by_number:
             raise UserError(
@@ -323,6 +334,7 @@ def _rows_in_order(
 
 def _natural(name: str) -> list[str | int]:
     """The name without case and with its numbers as numbers, as file managers sort."""
+    # Text and numbers alternate, so that only like parts are compared.
     parts: list[str | int] = list(re.split(r"([0-9]+)", name.lower()))
     parts[1::2] = map(int, parts[1::2])
     return parts

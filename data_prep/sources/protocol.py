@@ -116,6 +116,7 @@ class Source(ABC):
 
     def labelled(self, item: Input) -> Input:
         """Reject an input without a label."""
+        # Without labels nothing is missing.
         needs_label = item.class_name is None and self.labels.values != "none"
         if item.reason is None and needs_label:
             item.reason = "no_label"
@@ -132,6 +133,7 @@ class Source(ABC):
 
 def open_source(settings: SourceSettings, labels: LabelSettings) -> Source:
     """The source that the settings name. Reads nothing before `containers` is called."""
+    # Loaded by name: a kind of source imports what only it needs.
     kind = resolve_name(f"data_prep.sources.{SOURCES[settings.kind]}")
     source: Source = kind(settings, labels)
     return source
@@ -140,6 +142,7 @@ def open_source(settings: SourceSettings, labels: LabelSettings) -> Source:
 def source_root(settings: SourceSettings) -> Path:
     """`source.path`, or the folder of that file."""
     path = Path(settings.path).expanduser()
+    # Paths are relative to a folder, also where a single file is the source.
     return path.parent if path.is_file() else path
 
 
@@ -161,6 +164,7 @@ def with_damage(container: Container, inputs: Iterable[Input]) -> Iterator[Input
     except FileNotFoundError as error:
         raise source_read_error(error, path) from None
     except OSError as error:
+        # An outage concerns all files, so it must not reject this one.
         raise_if_outage(error, path)
         # Without a number it comes from a library, and concerns the content.
         reason = "damaged_table" if error.errno is None else "unreadable"
@@ -175,9 +179,11 @@ def class_from_cell(
     None: no label, which null, other types, empty text and unnamed numbers are. So are negative
     numbers, but with a space or map they are unknown classes like any other: see `unknown`.
     """
+    # True and false are integers in Python, but no labels.
     if isinstance(label, int) and not isinstance(label, bool):
         if names is not None:
             return names[label] if 0 <= label < len(names) else None
+        # Negative numbers often stand for a missing label.
         return str(label) if label >= 0 else None
     if not isinstance(label, str) or len(label) > MAX_CLASS_LENGTH:
         return None
@@ -242,6 +248,7 @@ def check_is_mounted(root: Path, path: str, *, work: Path) -> None:
     This is the state of an unmounted file system; a file that was deleted has siblings.
     """
     for folder in (root, (root / path).parent):
+        # An empty folder is what an unmounted file system looks like.
         if not folder.is_dir() or next(os.scandir(folder), None) is None:
             raise StorageError(
                 f"{str(folder)!r} is missing or empty; the work done so far is kept in {work.name}",

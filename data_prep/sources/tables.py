@@ -63,6 +63,7 @@ class ParquetImages(Source):
                 first.setdefault(
                     class_label_names(schema, self.settings.label), box.path
                 )
+
         if len(first) > 1:
             one, other = (f"{printable(path)!r}" for path in list(first.values())[:2])
             raise UserError(
@@ -81,6 +82,7 @@ class ParquetImages(Source):
                 names = class_label_names(table.schema_arrow, label)
             if SPLIT_COLUMN in table.schema_arrow.names and not self.settings.splits:
                 columns.append(SPLIT_COLUMN)
+            # In batches, since a table of images may be larger than memory.
             for batch in _batches(table, columns, path=self.root / container.path):
                 for row in batch.to_pylist():
                     image = row[self.settings.image_column]
@@ -96,11 +98,13 @@ class ParquetImages(Source):
         label = self.settings.label
         image_type = column_type(schema, image, path=path, key="source.image_column")
         columns = [image]
+
         if pa.types.is_struct(image_type):
             fields = {field.name: field.type for field in image_type}
             columns = [
                 f"{image}.{name}" for name in ("bytes", "path") if name in fields
             ]
+            # A struct without bytes has only paths, which are of another machine.
             image_type = fields.get("bytes", pa.null())
         if image_type not in (pa.binary(), pa.large_binary()):
             raise UserError(
@@ -108,8 +112,10 @@ class ParquetImages(Source):
                 where="source.image_column",
                 allowed="binary, or a struct of bytes and path",
             )
+
         if self.labels.values == "none":
             return columns
+
         label_type = column_type(schema, label, path=path, key="source.label")
         if pa.types.is_dictionary(label_type):
             label_type = label_type.value_type
@@ -129,9 +135,11 @@ class ParquetImages(Source):
         image: Mapping[str, Any],
         class_name: str | None,
     ) -> Input:
+        # The path inside the table tells images apart if it has one; else the row does.
         name = stem_and_suffix(member_path(image.get("path") or ""))[0]
         if not name.strip("./"):
             name = f"{stem_and_suffix(os.path.basename(container.path))[0]}-{number}"
+
         data = image.get("bytes")
         item = Input(
             f"{container.path}/{number}",
@@ -151,6 +159,7 @@ class PathTable(Source):
     """Containers: every table. Paths are relative to its folder, and may lead out of it."""
 
     def containers(self) -> list[Container]:
+        # A folder may have tables of other things, so each must be named.
         if not self.settings.splits and Path(self.settings.path).expanduser().is_dir():
             raise UserError(
                 f"{self.settings.path!r} is not a table",
@@ -173,6 +182,7 @@ class PathTable(Source):
                 where="source.path",
                 allowed="a table in UTF-8",
             ) from None
+
         number = count()
         with ThreadPoolExecutor(STAT_THREADS) as pool:
             for batch in table.to_batches(max_chunksize=PATH_ROWS):
@@ -186,6 +196,7 @@ class PathTable(Source):
         keys = {"source.image_column": self.settings.image_column}
         if self.labels.values != "none":
             keys["source.label"] = self.settings.label
+        # A dictionary keeps the order, and one column may serve twice.
         columns = dict.fromkeys(keys.values())
         if _is_parquet(path):
             with pq.ParquetFile(full) as file:
@@ -201,6 +212,7 @@ class PathTable(Source):
             types = dict.fromkeys((*columns, SPLIT_COLUMN), pa.binary())
             with open(full, "rb") as file:
                 header = file.readline()
+            # UTF-16 has a NUL beside each letter.
             if b"\0" in header:
                 raise pa.ArrowInvalid("it is UTF-16, or has NUL bytes")
             delimiter = DELIMITERS[_suffix(path)]
@@ -208,6 +220,7 @@ class PathTable(Source):
                 # Excel writes .csv so where a comma is the decimal point.
                 delimiter = ";"
             parsing = pa.csv.ParseOptions(delimiter=delimiter)
+            # Cells in quotes may have line ends.
             parsing.newlines_in_values = True
             converting = pa.csv.ConvertOptions(column_types=types)
             table = pa.csv.read_csv(
@@ -227,11 +240,13 @@ class PathTable(Source):
         path = values.pop(self.settings.image_column)
         if isinstance(path, bytes):  # file names need not be UTF-8
             path = os.fsdecode(path)
+
         cells = {
             column: _text(value, column, row=name) for column, value in values.items()
         }
         split = _split_of(cells, container, row=name)
         class_name = class_from_cell(cells.get(self.settings.label), self.labels)
+        # Unusable until its file has been found.
         item = Input(name, split, class_name, "", 0, "unreadable")
         if not isinstance(path, str) or not path or "\0" in path:
             return item
@@ -244,6 +259,7 @@ class PathTable(Source):
         except OSError as error:
             raise_if_outage(error, item.path)
             return item
+
         item.set_status(status)
         item.reason = None if stat.S_ISREG(status.st_mode) else "not_a_file"
         return self.labelled(item)
@@ -275,6 +291,7 @@ def _batches(
         sizes.append(sum(part.total_uncompressed_size for part in wanted))
     check(sum(sizes), times=times)
 
+    # Even if each row were as large as the largest group, this many would fit.
     num_rows = min(PATH_ROWS, max(1, CELL_BYTES // max(1, *sizes)))
     num_bytes = 0
     for number in range(table.num_row_groups):
@@ -303,6 +320,7 @@ def _text(cell: object, column: str, *, row: str) -> object:
 
 def _refuse_swallowed_rows(table: pa.Table, delimiter: str) -> None:
     """Raise ArrowInvalid for a cell with a line's end and a delimiter."""
+    # A quote that is not closed swallows rows up to the next one.
     both = rf"(?s)[\r\n].*{delimiter}|{delimiter}.*[\r\n]"
     for column in table.columns:
         if column.type in (pa.string(), pa.binary()):
@@ -318,6 +336,7 @@ def _split_of(cells: Mapping[str, object], container: Container, *, row: str) ->
     if SPLIT_COLUMN not in cells:
         return container.split
     split = str(cells[SPLIT_COLUMN] or "").strip()
+    # A keyword such as `validation` means the split `val`.
     split = SPLIT_OF_NAME.get(split.lower(), split)
     if not can_name_split(split):
         raise UserError(
@@ -342,6 +361,7 @@ def _suffix(name: str) -> str:
 
 def column_type(schema: pa.Schema, name: str, *, path: str, key: str) -> pa.DataType:
     """Return the type of a column. Raises UserError if it is missing."""
+    # Two columns of one name cannot be told apart.
     if schema.names.count(name) != 1:
         raise UserError(
             f"{printable(path)!r} has no column {name!r}",

@@ -50,6 +50,7 @@ class ClassTars(Source):
         places = set(split_places(self.settings, kind="file or folder").values())
         found: list[Container] = []
         for tar in file_containers(self.settings, is_tar_name, kind="tar files"):
+            # A tar that is named itself holds tars; one found in a folder holds images.
             if tar.path in places:
                 found += self._inner_tars(tar)
             else:
@@ -66,6 +67,7 @@ class ClassTars(Source):
                 for tar in members(file):
                     name = member_path(tar.name)
                     if not tar.is_file or not is_tar_name(name) or _is_hidden(name):
+                        # Other members, such as lists, are no classes.
                         continue
                     if name in found:
                         raise TarDefect(f"it has {printable(name)!r} twice")
@@ -98,6 +100,8 @@ class ClassTars(Source):
     def inputs(self, container: Container) -> Iterator[Input]:
         path = container.file or container.path
         end = container.offset + container.num_bytes if container.file else None
+
+        # Hashes take less memory than the names of a million members.
         seen: set[int] = set()
         with open(self.root / path, "rb") as file:
             modified_ns = os.fstat(file.fileno()).st_mtime_ns
@@ -108,6 +112,7 @@ class ClassTars(Source):
                 full = f"{container.path}/{member.name}"
                 mode = stat.S_IFREG if member.is_file else 0
                 reason = name_reason(name, mode, hidden=_is_hidden(name))
+                # The place tells members of one name apart.
                 if hash(name) in seen:
                     full += f" (byte {member.offset})"
                     reason = reason or "duplicate_name"
@@ -116,6 +121,7 @@ class ClassTars(Source):
                 if self.labels.values == "none":
                     # Without classes, nothing but the tar tells its images apart.
                     stem = f"{container.class_name}/{stem}"
+
                 yield Input(
                     full,
                     container.split,
@@ -152,6 +158,7 @@ class WebDataset(Source):
         `label`, the default of the setting, means `cls` here.
         """
         kind, _, name = self.settings.label.partition(":")
+        # `cls` and `label` take no field; `json` needs one.
         if (kind in ("cls", "label") and not name) or (kind == "json" and name):
             return ("json" if name else "cls"), name
         raise UserError(
@@ -161,6 +168,7 @@ class WebDataset(Source):
         )
 
     def containers(self) -> list[Container]:
+        # A wrong setting is an error before any tar is read.
         assert self.label
         return file_containers(self.settings, is_tar_name, kind=".tar files")
 
@@ -171,6 +179,7 @@ class WebDataset(Source):
             modified_ns = os.fstat(file.fileno()).st_mtime_ns
             for member, name, label, reason in self._rows(file):
                 path = f"{container.path}/{member.name}"
+                # Other members have no key that could be there twice.
                 is_sample = reason in (None, "no_image")
                 if is_sample and hash(name) in seen:
                     is_sample = False
@@ -180,6 +189,7 @@ class WebDataset(Source):
                     seen.add(hash(name))
                 else:
                     path += f" (byte {member.offset})"
+
                 class_name = class_from_cell(label, self.labels)
                 item = Input(
                     path,
@@ -209,6 +219,7 @@ class WebDataset(Source):
             for member in members(file):
                 if member.is_folder:
                     continue
+
                 parts = split_member_name(member.name)
                 reason = None
                 if not member.is_file:
@@ -220,11 +231,13 @@ class WebDataset(Source):
                 if parts is None or reason is not None:
                     yield member, member.name, None, reason
                     continue
+                # Another key ends the sample.
                 if sample and parts[0] != key:
                     yield from self._sample(file, key, sample)
                     sample = {}
                 key, suffix = parts
                 kind = IMAGE if suffix in IMAGE_SUFFIXES else suffix
+                # A second image of the same key belongs to no sample.
                 if kind in sample:
                     yield member, key, None, "duplicate_key"
                 else:
@@ -249,6 +262,7 @@ class WebDataset(Source):
         if IMAGE in sample:
             yield sample[IMAGE], key, label, None
             return
+        # It has a member that looks like an image, or else its first one stands for it.
         images = [member for member in sample.values() if is_image_name(member.name)]
         for member in images or [next(iter(sample.values()))]:
             yield member, key, label, "no_image"
@@ -261,6 +275,7 @@ def split_member_name(name: str) -> tuple[str, str] | None:
     """
     folder, slash, base = name.rpartition("/")
     stem, dot, suffix = base.partition(".")
+    # Names such as `__index__` are of the writer.
     is_reserved = name.startswith("__") and name.endswith("__") and not slash
     if not stem or not dot or is_reserved:
         return None
@@ -269,6 +284,7 @@ def split_member_name(name: str) -> tuple[str, str] | None:
 
 def read_label(file: BinaryIO, member: Member, json_field: str) -> str | None:
     """A class as text: the member itself, or a string or integer in a field of its JSON."""
+    # A long member is no label, so it is not read.
     if member.num_bytes > (MAX_JSON_BYTES if json_field else MAX_CLASS_LENGTH):
         return None
     file.seek(member.offset)

@@ -58,6 +58,7 @@ def take_census(tables: Iterable[pa.Table]) -> Census:
     """Count inputs. tables: `split`, `class`, `reason` and `path`."""
     census = Census({}, Counter(), {})
     for table in tables:
+        # Arrow counts, and only sums become Python objects.
         groups = table.group_by(["split", "class", "reason"], use_threads=False)
         for row in groups.aggregate([([], "count_all"), ("path", "first")]).to_pylist():
             name = row["class"] or ""
@@ -80,6 +81,7 @@ def repeated_files(rows: pa.Table, order: np.ndarray, *, source: Path) -> np.nda
     Of equal classes the first row is kept, and one outside `train` before those of it, so that
     nothing that is evaluated is trained on. Of different classes none is right.
     """
+    # The number 0 stands for rows that are no file of their own.
     is_file = pc.and_(pc.is_null(rows["reason"]), pc.not_equal(rows["inode"], 0))
     inodes = pc.if_else(is_file, rows["inode"], 0).to_numpy()
     numbers, counts = np.unique(inodes[inodes != 0], return_counts=True)
@@ -90,10 +92,12 @@ def repeated_files(rows: pa.Table, order: np.ndarray, *, source: Path) -> np.nda
     found = rows.select(["path", "split", "class"]).take(chosen).to_pylist()
     groups: dict[bytes, list[dict[str, Any]]] = {}
     for position, row in zip(chosen.tolist(), found, strict=True):
+        # The folders of the path count, too: any of them may be a link.
         real = os.path.realpath(os.path.join(os.fsencode(source), row["path"]))
         groups.setdefault(real, []).append(row | {"position": position})
     rejected = list[int]()
     for group in groups.values():
+        # False comes first, so a row outside `train` is kept if there is one.
         kept = min(group, key=lambda row: row["split"] == TRAIN)
         is_one_class = len({row["class"] for row in group}) == 1
         rejected += [
@@ -117,6 +121,7 @@ def check_listed(
     images = census.images
     listed = Outcomes()
     listed.add(rejected)
+    # Unknown classes come first: they are the cause of most that follows.
     load_labels(run.labels).check(census.unknown, found=images)
     if not images:
         raise UserError(
@@ -186,6 +191,7 @@ def _check_numbers(census: Census, *, are_values: bool) -> None:
     considered = images if are_values else numbers
     odd = sorted(name for name in considered if not WHOLE.fullmatch(name))
     if odd:
+        # The rarest label is most likely to be the odd one.
         name = min(odd, key=lambda name: images[name])
         raise UserError(
             f"{num_images:,} of {sum(images.values()):,} images have numbers as labels, but "
@@ -199,6 +205,7 @@ def _check_numbers(census: Census, *, are_values: bool) -> None:
 
 
 def _is_number(name: str) -> bool:
+    # A cell may have several numbers, such as a list.
     words = [word for word in AROUND_NUMBERS.split(name) if word]
     return bool(words) and all(map(NUMBER.fullmatch, words))
 
@@ -231,6 +238,7 @@ def _check_training(census: Census) -> None:
     }
     if not train or not lost:
         return
+
     name, num = min(lost.items(), key=lambda item: (-item[1], item[0]))
     close = closest(name, sorted(train))
     hint = f"; train has {ascii(close)}" if close else ""
@@ -255,6 +263,7 @@ def notes_on(
     hashes: split -> BLAKE3 of its samples.
     """
     notes = []
+
     numbers = [name for name in classes if WHOLE.fullmatch(name)]
     for first, second in zip(numbers, numbers[1:], strict=False):
         if int(first) > int(second):
@@ -263,8 +272,10 @@ def notes_on(
                 f"{second!r} {classes.index(second)}; to sort numbers, set labels.space to a list"
             )
             break
+
     if len(classes) == 1:
         notes.append(f"all images have the class {classes[0]!r}")
+    # `train` comes last, so that a note names the split that is evaluated first.
     for one, other in combinations(
         sorted(hashes, key=lambda name: (name == TRAIN, name)), 2
     ):

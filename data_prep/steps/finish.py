@@ -82,6 +82,7 @@ class Tar:
     def of(cls, table: pa.Table, *, split: str, name: str) -> Tar:
         """table: the outcome of each input, with facts about the tar."""
         facts = facts_of(table)
+        # Sorted by their place in the tar, as readers go through it.
         samples = table.filter(pc.is_null(table["reason"])).sort_by("offset")
         entry = ShardEntry(
             name=name,
@@ -113,6 +114,7 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
         split = split_of(outcomes)
         name = f"{split}-{numbers[split]:06d}.tar"
         tar = Tar.of(work.table(outcomes), split=split, name=name)
+        # A shard whose images were all rejected has no tar.
         if not tar.entry.samples:
             continue
         tars.append(tar)
@@ -122,6 +124,7 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
         path = work.path / FINAL / name
         with suppress(FileNotFoundError):  # of a process that died here
             os.rename((work.path / outcomes).with_suffix(".tar"), path)
+        # A process may have died between the rename and the commit.
         if not path.exists() or path.stat().st_size != tar.entry.bytes:
             raise StorageError(
                 f"{path.name}, written before, is missing or has another size",
@@ -142,6 +145,7 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
         raise UserError(
             f"{problem}\n{sums.describe()}", where="source.path", next_step=advice
         )
+
     _commit(work, tars, plan.classes, inputs=sums, source_fingerprint=fingerprint)
 
 
@@ -152,10 +156,13 @@ def finish_index(work: WorkFolder, unit: str) -> None:
     containers = read_containers(work)
     tables = [work.table(name) for name in tar_units(work)]
     tables = _with_unique_keys(tables, containers)
+
     tars = []
     for table, container in zip(tables, containers, strict=True):
         _check_unchanged(root, container.path, facts_of(table))
         tars.append(Tar.of(table, split=container.split, name=container.path))
+
+    # Everything is checked before the output appears.
     census = take_census(tables)
     found = census.images
     labels.check(census.unknown, found=found)
@@ -188,8 +195,10 @@ def _with_unique_keys(
         split: _repeated(rows["key"].filter(pc.equal(rows["split"], split)))
         for split in {container.split for container in containers}
     }
+
     changed = []
     for table, container in zip(tables, containers, strict=True):
+        # Only repeated keys change, so that lists of other keys stay valid.
         keys = table["key"]
         prefix = printable(stem_and_suffix(container.path)[0])
         longer = pc.binary_join_element_wise(prefix, keys, "/")
@@ -223,6 +232,7 @@ def root_of_tars(tars: Location, *, output: Path) -> str:
 def _check_unchanged(root: Location, name: str, facts: Mapping[str, str]) -> None:
     """Raise ChangedSource if a local tar has changed since it was read."""
     if isinstance(root, Path):
+        # A tar that is gone has changed, too.
         with suppress(FileNotFoundError):
             status = os.stat(root / name)
             now = (str(status.st_size), str(status.st_mtime_ns))
@@ -245,6 +255,7 @@ def _write_ledger(
             paths, hashes, reasons = (
                 table[name].to_pylist() for name in ("path", "input_hash", "reason")
             )
+            # The fingerprint covers all inputs, also those that were rejected.
             digest.update("\0".join(paths).encode())
             digest.update(b"".join(each or b"-" for each in hashes))
             digest.update("\0".join(each or "" for each in reasons).encode())
@@ -274,6 +285,7 @@ def _commit(
     final = work.path / FINAL
     splits = {}
     tables = [tar.rows(classes) for tar in tars]
+    # With a label space the order of the classes was chosen by the user.
     sorted_classes = () if work.run.labels.space else classes
     hashes = dict[str, pa.ChunkedArray]()
     write_index(final, tables=tables)

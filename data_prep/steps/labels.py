@@ -40,13 +40,16 @@ class Labels:
         """The class of an image; None if the map or the space does not contain it."""
         if self.settings.values == "none":
             return NO_CLASS
+
         value = source_class
         if self.map is not None and value is not None:
             value = self.map.get(value)
+        # Without a space any class is taken.
         if value is None or self.space is None:
             return value
         if self.settings.values == "name":
             return value if value in self.known else None
+        # As an index, the class is a position in the space.
         is_position = POSITION.fullmatch(value) and int(value) < len(self.space)
         return self.space[int(value)] if is_position else None
 
@@ -67,6 +70,7 @@ class Labels:
         names = tuple(sorted(found))
         are_numbers = names and all(map(PLAIN_NUMBER.fullmatch, names))
         if keep_numbers and self.map is None and are_numbers:
+            # Labels in between may have no image here, and still keep their numbers.
             return tuple(str(number) for number in range(max(map(int, names)) + 1))
         return names
 
@@ -77,6 +81,7 @@ class Labels:
         """
         if not unknown:
             return
+
         listed = self.space if self.map is None else self.map
         looks = names_by(look_of, listed or ())
         # Nobody means to leave out a class that shows like one of the list.
@@ -131,6 +136,7 @@ def load_space(space: str) -> tuple[str, ...]:
             allowed=f"{', '.join(LABEL_SPACES)}, or a file with one class name per line",
             next_step=did_you_mean(space, [*LABEL_SPACES]),
         )
+
     # str.splitlines also splits at characters that class names may contain.
     lines = read_text(space, where=where).removesuffix("\n").split("\n")
     first: dict[str, int] = {}
@@ -154,6 +160,7 @@ def read_map(file: str) -> dict[str, str]:
     suffix = Path(file).suffix.lower()
     if suffix not in DELIMITERS:
         raise UserError(f"{file!r} is named neither .csv nor .tsv", where=where)
+
     pairs: dict[str, str] = {}
     for line, row in read_cells(file, DELIMITERS[suffix], where=where, strict=True):
         problem = ""
@@ -167,6 +174,7 @@ def read_map(file: str) -> dict[str, str]:
                 where=where,
                 allowed="two columns without a header: source class, class",
             )
+        # Checked by now: two values, both of them new.
         pairs[row[0]] = row[1]
     if not pairs:
         raise UserError(f"{file!r} is empty", where=where)

@@ -81,6 +81,7 @@ def list_containers(work: WorkFolder, unit: str) -> None:
 
 def _check_names(containers: Sequence[Container]) -> None:
     """Raise UserError if two names become the same class, since bytes become text as \\xNN."""
+    # Only names that were escaped can become like another.
     escaped = dict[str, str]()
     for box in containers:
         name = os.path.basename(box.path)
@@ -105,6 +106,7 @@ def read_containers(work: WorkFolder) -> list[Container]:
 def _of_units(work: WorkFolder) -> list[list[Container]]:
     """The containers of each unit."""
     containers = read_containers(work)
+
     size = min(MAX_CONTAINERS_PER_UNIT, max(1, len(containers) // MIN_UNITS))
     starts = range(0, len(containers), size)
     return [containers[start : start + size] for start in starts]
@@ -118,6 +120,7 @@ def list_inputs(work: WorkFolder, unit: str) -> None:
     """List the containers of one unit; bytes that can be read only once go to its spool file."""
     number = int(Path(unit).stem)
     inputs = _inputs(work, _of_units(work)[number])
+
     temporary = work.temporary("list")
     spool = work.temporary("spool")
     with (
@@ -132,9 +135,11 @@ def list_inputs(work: WorkFolder, unit: str) -> None:
                     item.offset = spooled.tell()
                     item.spooled = True
                     spooled.write(item.data)
+                # The bytes are in the spool, so memory need not keep them.
                 item.data = None
             writer.write_table(rows_table(batch, seed=work.run.seed))
         num_spooled = spooled.tell()
+    # The spool comes first, since the list refers to it.
     if num_spooled:
         work.commit(spool, f"spool/{number:06d}.bin")
     work.commit(temporary, unit)
@@ -147,6 +152,7 @@ def _inputs(work: WorkFolder, containers: Sequence[Container]) -> Iterator[Input
     dropped = left_out(work.run.source.leave_out)
     for container in containers:
         for item in with_damage(container, source.inputs(container)):
+            # Left out only if usable: another reason says more.
             if item.reason is None and dropped and printable(item.path) in dropped:
                 item.reason = "left_out"
             set_class(item, labels)
@@ -181,6 +187,7 @@ def make_key(class_name: str | None, name: str, *, path: str) -> str:
 
 
 def hashed_key(key: str, path: str | bytes) -> str:
+    # The hash is part of the length that a header allows.
     suffix = hashlib.sha256(os.fsencode(path)).hexdigest()[:KEY_HASH_LENGTH]
     return f"{key[: MAX_KEY_LENGTH - KEY_HASH_LENGTH - 1]}-{suffix}"
 
@@ -194,6 +201,7 @@ def rows_table(inputs: Sequence[Input], *, seed: int) -> pa.Table:
         )[:16]
         for i in inputs
     )
+    # 16 bytes of a hash become two numbers, by which Arrow can sort.
     halves = np.frombuffer(order, ">u8").reshape(-1, 2).astype(np.uint64)
     hashes = (seeded_hash(i.path, seed=seed, purpose="holdout")[:8] for i in inputs)
     columns: dict[str, object] = {
@@ -246,6 +254,7 @@ def check_input(
     is_changed = len(data) != row["num_bytes"]
     if row["spooled"]:
         if is_changed:
+            # A spool that was cut is no fault of the source.
             raise OSError(errno.EIO, "the spool is too short")
     elif (
         is_changed

@@ -198,6 +198,7 @@ def _ordered(rows: pa.Table) -> tuple[pa.Table, np.ndarray]:
     keys = rows["key"].combine_chunks()
     unique = pa.array([row["key"] for row in samples], keys.type)
     keys = pc.replace_with_mask(keys, _marked(rows, neighbours), unique)
+    # Order and rows are separate: sorting the rows would copy all of them.
     return _with(rows, "key", keys), order
 
 
@@ -228,6 +229,7 @@ def held_out(
 
     Never a whole class.
     """
+    # By class, and within a class by hash.
     order = np.lexsort((hashes, class_of))
     sizes = np.bincount(class_of)
 
@@ -253,6 +255,7 @@ def _divided(
         in_split = order[pc.equal(split, name).to_numpy()[order]]
         if len(in_split):
             of_split[name] = in_split
+
     for name in run.source.splits:
         if name not in of_split:
             raise UserError(
@@ -280,7 +283,7 @@ def _divided(
         parts += np.split(rows, np.cumsum(lengths)[:-1])
         needed += num_bytes
 
-    # Better now than when the disk is full.
+    # The disk is checked now, and not when it is full after hours.
     free = shutil.disk_usage(work.path).free
     if free < needed:
         raise StorageError(
@@ -304,15 +307,18 @@ def shard_lengths(
             where="shards.min_shards",
             allowed=f"at most {num_images}",
         )
+
     shard_bytes = max(1, int(shards.shard_mib * 2**20))
     num_full = math.ceil(int(num_bytes) / shard_bytes)
     num_shards = min(max(shards.min_shards, num_full), num_images)
+    # The first shards get one sample more.
     share, rest = divmod(num_images, num_shards)
     return [share + 1] * rest + [share] * (num_shards - rest)
 
 
 def _size_ratio(work: WorkFolder, rows: pa.Table) -> float:
     """Bytes stored per byte read."""
+    # Images that are rejected take no space, and so do not count.
     pairs = [(row["num_bytes"], check_input(work, row)) for row in rows.to_pylist()]
     before = sum(num_bytes for num_bytes, image in pairs if image.reason is None)
     return sum(len(image.content) for _, image in pairs) / before if before else 1.0

@@ -54,6 +54,7 @@ def write_shard(work: WorkFolder, unit: str) -> None:
     split = split_of(unit)
     with pa.memory_map(str(work.path / ROWS)) as file:
         rows = pa.ipc.open_file(file).get_batch(number).to_pylist()
+
     outcomes = []
     temporary = work.temporary("tar")
     with TarShard(temporary) as tar:
@@ -62,6 +63,7 @@ def write_shard(work: WorkFolder, unit: str) -> None:
             key = f"{split}-{row['key']}"
             offset = 0
             if image.reason is None:
+                # Corpora without labels have no `.cls` members.
                 label = None if row["label"] == NO_LABEL else row["label"]
                 offset = tar.add(
                     key, extension=image.extension, image=image.content, label=label
@@ -71,6 +73,8 @@ def write_shard(work: WorkFolder, unit: str) -> None:
                 outcome(row, split, image, key=key, offset=offset, length=length)
             )
         digest = tar.finish()
+
+    # The tar comes before its outcomes, which say that it is whole.
     work.commit(temporary, str(Path(unit).with_suffix(".tar")))
     commit_outcomes(work, unit, outcomes, bytes=tar.num_bytes, blake3=digest)
 
@@ -166,6 +170,7 @@ def index_tar(work: WorkFolder, unit: str) -> None:
     root = root_of(work)
     if isinstance(root, Path):
         return _index_local(work, unit, container, root)
+
     copy = work.temporary("tar")
     local = copy / container.path
     try:
@@ -192,12 +197,14 @@ def _index_local(work: WorkFolder, unit: str, container: Container, root: Path) 
     rows = []
     for item in with_damage(container, source.inputs(container)):
         image = CheckedImage(item.reason, b"")
+        # A label is missing, but the image itself may be sound.
         if item.reason in (None, "no_label"):
             image = check_input(work, asdict(item), source=root, convert=False)
             if image.reason is None and image.content_hash != image.input_hash:
                 image.reason = PACKED
             image.content = b""  # all samples of the tar are kept
         set_class(item, labels)
+
         image.reason = item.reason or image.reason
         row = outcome(
             {"path": item.path, "class": item.class_name},

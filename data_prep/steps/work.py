@@ -65,9 +65,9 @@ HEARTBEAT_S = 5.0
 # A process is dead when its heartbeat is this old by the file system's clock. Nothing else tells:
 # a container that starts again has the host, the process ids and often the namespace of the last.
 DEAD_AFTER_S = 60.0
-# Between two looks at units that others are doing.
+# Pause between two looks at units that others are doing.
 WAIT_S = 0.2
-# Between two lines about what is waited for.
+# Pause between two lines about what is waited for.
 SAY_WAIT_S = 30.0
 OWNERS_SHOWN = 4
 # A source up to these sizes takes one process 0.2 s, and to start others takes as long.
@@ -131,6 +131,7 @@ class WorkFolder:
     def commit(self, temporary: Path, name: str) -> None:
         """Flush a file to disk, then rename it."""
         with open(temporary, "rb") as file:
+            # Flushed first, since a rename may reach the disk before the content.
             os.fsync(file.fileno())
         os.replace(temporary, self.path / name)
         fsync_folder((self.path / name).parent)
@@ -159,6 +160,7 @@ class WorkFolder:
         """
         with suppress(FileNotFoundError):
             try:
+                # A link is made in one step, also on file systems without locks.
                 os.symlink(self.scratch.name, claim)
                 return True
             except FileExistsError:
@@ -174,6 +176,7 @@ class WorkFolder:
                 beat = os.fstat(file.fileno()).st_mtime
         except FileNotFoundError:
             return True
+        # Its own heartbeat gives the time by the clock of the same file system.
         own = self.scratch / HEARTBEAT_NAME
         os.utime(own)
         return own.stat().st_mtime - beat > DEAD_AFTER_S
@@ -254,7 +257,7 @@ def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> N
             work.leave()
 
 
-# Of a process that a signal has stopped.
+# The exit code of a process that a signal has stopped.
 _exit_code = 0
 
 
@@ -346,6 +349,7 @@ def attempt(
         if not work.take(claim):
             return False
         try:
+            # Another process may have done it between the first look and the claim.
             if not work.is_done(unit):
                 do(work, unit)
         finally:
@@ -406,11 +410,12 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
             num_workers = 1 if _is_small(run.source) else num_cores()
             run_steps(work, steps, num_workers=run.num_workers or num_workers)
         except UserError as error:
+            # Failures of other kinds need not occur to other tasks.
             if error.kind is FailureKind.BAD_INPUT:
                 with suppress(OSError):
                     _store_failure(work, error)
             raise
-    # Left by a process that was killed after its commit, or made again by a task that began late.
+    # The folder may be left by a process that was killed after its commit, or made by a late task.
     shutil.rmtree(work.path, ignore_errors=True)
     if made is not None:
         print(
@@ -444,6 +449,7 @@ def _is_small(source: SourceSettings) -> bool:
     with suppress(OSError):
         root = Path(source.path).expanduser()
         below = [str(root)] if root.is_file() else files_below(root, follow_links=True)
+        # One file more than allowed is enough to know.
         files = list(islice(below, SMALL_FILES + 1))
         num_bytes = sum(map(os.path.getsize, files))
         return len(files) <= SMALL_FILES and num_bytes <= SMALL_BYTES
@@ -540,6 +546,7 @@ def open_work_folder(work: WorkFolder) -> None:
     aside = work.path.with_name(f"{work.path.name}-{work.scratch.name}")
     with _storage_errors(work):
         if (failure := work.failure()) is not None:
+            # The same array would fail in the same way; another command may have fixed the cause.
             if failure["job"] is not None and failure["job"] == _array_job():
                 raise UserError(failure["text"])
             # Start over. Renamed, since another process may do so at the same moment.
@@ -562,6 +569,7 @@ def _store_failure(work: WorkFolder, error: UserError) -> None:
     if work.failure() is None:
         write_json(work.path / FAILED_NAME, {"job": _array_job(), "text": error.text()})
         for name in ("spool", "tars"):
+            # The list stays: it says what the error is about.
             shutil.rmtree(work.path / name, ignore_errors=True)
 
 
