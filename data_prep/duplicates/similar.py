@@ -216,9 +216,11 @@ def _equal_keys(
     start = np.searchsorted(table, probes, side="left")
     counts = np.searchsorted(table, probes, side="right") - start
     ends = np.cumsum(counts)
+    num_pairs = int(ends[-1])
+
     # Frequent keys have many pairs, so memory is bounded by taking some at a time.
-    for first in range(0, int(ends[-1]), MAX_PAIRS):
-        pair = np.arange(first, min(first + MAX_PAIRS, int(ends[-1])))
+    for first in range(0, num_pairs, MAX_PAIRS):
+        pair = np.arange(first, min(first + MAX_PAIRS, num_pairs))
         probe = np.searchsorted(ends, pair, side="right")
         # Numbers of pairs run over all probes; the difference is the number within its probe.
         yield probe, start[probe] + pair - (ends[probe] - counts[probe])

@@ -24,7 +24,9 @@ TAR_SUFFIX = re.compile(r"\.(tar(\.(gz|xz|zst|bz2|lz4))?|tgz|txz)$", re.IGNORECA
 
 def key_of(split: str, settings: SourceSettings) -> str:
     """The setting that names the place of a split."""
-    return f"source.splits.{split}" if settings.splits else "source.path"
+    if settings.splits:
+        return f"source.splits.{split}"
+    return "source.path"
 
 
 def split_places(settings: SourceSettings, *, kind: str) -> dict[str, str]:
@@ -164,7 +166,9 @@ def _refuse_deeper_files(
 def stem_and_suffix(name: str) -> tuple[str, str]:
     """`a.b.JPG` -> (`a.b`, `JPG`); without a dot the suffix is empty."""
     stem, dot, suffix = name.rpartition(".")
-    return (stem, suffix) if dot else (name, "")
+    if dot:
+        return stem, suffix
+    return name, ""
 
 
 def member_path(name: str) -> str:
@@ -180,7 +184,11 @@ def is_tar_name(name: str) -> bool:
 def name_reason(name: str, mode: int, *, hidden: bool) -> str | None:
     """Return the reason to reject a file by its type or name, or None."""
     if not stat.S_ISREG(mode):
-        return "linked_folder" if stat.S_ISDIR(mode) else "not_a_file"
+        if stat.S_ISDIR(mode):
+            return "linked_folder"
+        return "not_a_file"
     if hidden:
         return "hidden"
-    return None if is_image_name(name) else "other_name"
+    if is_image_name(name):
+        return None
+    return "other_name"

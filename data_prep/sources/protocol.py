@@ -143,7 +143,9 @@ def source_root(settings: SourceSettings) -> Path:
     """`source.path`, or the folder of that file."""
     path = Path(settings.path).expanduser()
     # Paths are relative to a folder, also where a single file is the source.
-    return path.parent if path.is_file() else path
+    if path.is_file():
+        return path.parent
+    return path
 
 
 def with_damage(container: Container, inputs: Iterable[Input]) -> Iterator[Input]:
@@ -182,9 +184,13 @@ def class_from_cell(
     # True and false are integers in Python, but no labels.
     if isinstance(label, int) and not isinstance(label, bool):
         if names is not None:
-            return names[label] if 0 <= label < len(names) else None
+            if 0 <= label < len(names):
+                return names[label]
+            return None
         # Negative numbers often stand for a missing label.
-        return str(label) if label >= 0 else None
+        if label >= 0:
+            return str(label)
+        return None
     if not isinstance(label, str) or len(label) > MAX_CLASS_LENGTH:
         return None
 
@@ -192,7 +198,9 @@ def class_from_cell(
     text = label.removeprefix("\ufeff").strip()
     is_mapped = settings.space is not None or settings.map is not None
     is_negative = re.fullmatch(r"-[0-9]+", text) is not None
-    return None if not text or (is_negative and not is_mapped) else text
+    if not text or (is_negative and not is_mapped):
+        return None
+    return text
 
 
 def printable(name: str | bytes) -> str:

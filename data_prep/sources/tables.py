@@ -381,4 +381,6 @@ def class_label_names(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
         "".join(names).encode()  # fails for other values, and lone surrogates of JSON
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
-    return names if names and all(names) else None
+    if names and all(names):
+        return names
+    return None

@@ -297,6 +297,8 @@ def read_label(file: BinaryIO, member: Member, json_field: str) -> str | None:
         if isinstance(value, int) and not isinstance(value, bool):
             value = str(value)
         # JSON can encode a lone surrogate, which cannot be stored as UTF-8.
-        return value if isinstance(value, str) and value.encode() else None
+        if isinstance(value, str) and value.encode():
+            return value
+        return None
     except (ValueError, RecursionError):
         return None

@@ -48,10 +48,14 @@ class Labels:
         if value is None or self.space is None:
             return value
         if self.settings.values == "name":
-            return value if value in self.known else None
+            if value in self.known:
+                return value
+            return None
         # As an index, the class is a position in the space.
         is_position = POSITION.fullmatch(value) and int(value) < len(self.space)
-        return self.space[int(value)] if is_position else None
+        if is_position:
+            return self.space[int(value)]
+        return None
 
     def label_map(
         self, found: Mapping[str, int], *, keep_numbers: bool = False

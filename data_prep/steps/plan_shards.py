@@ -321,4 +321,6 @@ def _size_ratio(work: WorkFolder, rows: pa.Table) -> float:
     # Images that are rejected take no space, and so do not count.
     pairs = [(row["num_bytes"], check_input(work, row)) for row in rows.to_pylist()]
     before = sum(num_bytes for num_bytes, image in pairs if image.reason is None)
-    return sum(len(image.content) for _, image in pairs) / before if before else 1.0
+    if before:
+        return sum(len(image.content) for _, image in pairs) / before
+    return 1.0

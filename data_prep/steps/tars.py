@@ -157,7 +157,9 @@ def list_tars(work: WorkFolder, unit: str) -> None:
 def root_of(work: WorkFolder) -> Location:
     """The folder or URL that paths of tars are relative to."""
     location = location_of(work.run.source.path, where="source.path")
-    return location if isinstance(location, Url) else source_root(work.run.source)
+    if isinstance(location, Url):
+        return location
+    return source_root(work.run.source)
 
 
 def tar_units(work: WorkFolder) -> list[str]:

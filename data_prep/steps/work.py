@@ -196,10 +196,9 @@ class WorkFolder:
     def failure(self) -> dict[str, Any] | None:
         """Read the error that ended the work for all tasks, and the job that it ended."""
         try:
-            found: dict[str, Any] = json.loads((self.path / FAILED_NAME).read_text())
+            return dict(json.loads((self.path / FAILED_NAME).read_text()))
         except FileNotFoundError:
             return None
-        return found
 
     def raise_failure(self) -> None:
         failure = self.failure()

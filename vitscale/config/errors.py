@@ -234,7 +234,9 @@ def did_you_mean(
 ) -> str | None:
     """The next step after an unknown name."""
     best = nearest(name, known)
-    return f"did you mean {best}?" if best else otherwise
+    if best:
+        return f"did you mean {best}?"
+    return otherwise
 
 
 def _interrupt(*_: object) -> None:

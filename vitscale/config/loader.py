@@ -98,11 +98,15 @@ def kind_of(value: object) -> str:
 def show_value(value: object) -> str:
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else shorten(repr(value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return shorten(repr(value))
 
 
 def shorten(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
+    if len(text) <= 60:
+        return text
+    return text[:57] + "..."
 
 
 def value_at(values: Any, path: KeyPath, default: Any = None) -> Any:
@@ -125,7 +129,9 @@ def resolve_scalar(text: str) -> str | int | float | bool | None:
         return CONSTANTS[text.lower()]
     if INTEGER.fullmatch(text):
         # A longer number is most likely an id, which must stay as it is written.
-        return whole if len(text) <= 24 and abs(whole := int(text)) < 1 << 63 else text
+        if len(text) <= 24 and abs(whole := int(text)) < 1 << 63:
+            return whole
+        return text
     if FLOAT.fullmatch(text) and math.isfinite(number := float(text)):
         return number
     return text
@@ -153,7 +159,9 @@ def read_yaml(text: str, *, name: str) -> Source:
     def value_of(node: yaml.Node, path: KeyPath) -> Any:
         if isinstance(node, yaml.ScalarNode):
             # Quotes make a text of anything.
-            return resolve_scalar(node.value) if node.style is None else node.value
+            if node.style is None:
+                return resolve_scalar(node.value)
+            return node.value
 
         values: dict[str, Any] = {}
         is_group = isinstance(node, yaml.MappingNode)
@@ -178,7 +186,9 @@ def read_yaml(text: str, *, name: str) -> Source:
             text = value_node.value if isinstance(value_node, yaml.ScalarNode) else None
             places[inner] = Place(place, text)
             values[key] = value_of(value_node, inner)
-        return values if is_group else list(values.values())
+        if is_group:
+            return values
+        return list(values.values())
 
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -209,7 +219,9 @@ def shown_path(path: str) -> str:
     """`path`, relative to the working directory where it is inside."""
     relative = os.path.relpath(path)
     # A path outside is shorter and clearer as it was given.
-    return path if relative.startswith("..") and os.path.isabs(path) else relative
+    if relative.startswith("..") and os.path.isabs(path):
+        return path
+    return relative
 
 
 def read_chain(path: str, *, where: str | None = None) -> list[Source]:
@@ -675,7 +687,9 @@ def _instead(path: KeyPath, node: Node, group: Node, run_type: type[Run]) -> str
     beside = [f"{prefix}{key}" for key in group["properties"]]
     best = nearest(dotted, same_name or beside)
     best = best or next(iter(same_name), nearest(dotted, known))
-    return f"did you mean {best}?" if best else "remove it"
+    if best:
+        return f"did you mean {best}?"
+    return "remove it"
 
 
 def _where(path: Sequence[str], source: Source) -> str:

@@ -54,7 +54,9 @@ def find_config(path: str) -> str:
     if len(found) != 1:
         return path
     file = f"configs/{found[0]}.yaml"
-    return file if os.path.exists(file) else str(PROJECT_ROOT / file)
+    if os.path.exists(file):
+        return file
+    return str(PROJECT_ROOT / file)
 
 
 def similar_configs(path: str) -> str:
@@ -108,7 +110,9 @@ def source_version(root: Path = PROJECT_ROOT) -> SourceVersion | None:
     # A snapshot or an image has a record instead of a repository.
     with suppress(OSError, ValueError, TypeError):
         recorded = json.loads((root / RECORD_NAME).read_text())
-        return SourceVersion(**recorded) if recorded else None
+        if recorded:
+            return SourceVersion(**recorded)
+        return None
     try:
         commit = git("rev-parse", "HEAD").strip()
         options = ("HEAD", "--no-ext-diff", "--no-color", "--relative", "--")

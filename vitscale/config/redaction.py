@@ -148,7 +148,9 @@ def _shared(value: Any, key: str) -> Any:
         }
     if isinstance(value, list | tuple):
         return [_shared(each, key) for each in value]
-    return redact(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return redact(value)
+    return value
 
 
 def shared_yaml(config: Mapping[str, Any]) -> str:
@@ -158,7 +160,9 @@ def shared_yaml(config: Mapping[str, Any]) -> str:
 
 def shown_setting(key: str, text: str | None) -> str | None:
     """The text of one setting without secrets. key: dotted."""
-    return None if text is None else str(_shared(text, key.rpartition(".")[2]))
+    if text is None:
+        return None
+    return str(_shared(text, key.rpartition(".")[2]))
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:

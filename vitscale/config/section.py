@@ -243,7 +243,9 @@ def describe(node: Node | bool) -> str:
         is_nullable = len(kinds) < len(node["anyOf"]) and not (
             is_list(node) and groups_of(node)
         )
-        return f"{text}, or null" if is_nullable else text
+        if is_nullable:
+            return f"{text}, or null"
+        return text
     if "oneOf" in node:
         return f"a group with the key {NAME}: {', '.join(groups_of(node))}"
     if "enum" in node or "const" in node:

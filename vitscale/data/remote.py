@@ -110,7 +110,9 @@ def location_of(place: Location | str, *, where: str = "data.path") -> Location:
             where=where,
         )
     path = place.removeprefix("file://")
-    return Path(path) if path != place else Url(place.rstrip("/"))
+    if path != place:
+        return Path(path)
+    return Url(place.rstrip("/"))
 
 
 def read_chunks(url: Url, num_bytes: int | None = None) -> Iterator[bytes]:

@@ -180,7 +180,9 @@ class DataSettings(Section):
         """Name of the evaluated samples for people; None: nothing is evaluated."""
         if self.dev_percent:
             return f"{self.dev_percent:g} % of {self.train_split!r} held out"
-        return None if self.val_split is None else repr(self.val_split)
+        if self.val_split is None:
+            return None
+        return repr(self.val_split)
 
 
 def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:

@@ -207,7 +207,9 @@ def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
         index = index.subset(np.sort(_in_random_order(index)[:num]), name=name)
     if settings.only_classes:
         index = _of_classes(index, settings.only_classes)
-    return choose_by_key(index, settings.only_keys) if settings.only_keys else index
+    if settings.only_keys:
+        return choose_by_key(index, settings.only_keys)
+    return index
 
 
 def _of_classes(index: SplitIndex, names: Sequence[str]) -> SplitIndex:

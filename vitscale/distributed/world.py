@@ -277,11 +277,15 @@ def odd_rank(words: Sequence[str]) -> int | None:
     """
     without = [rank for rank, word in enumerate(words) if word not in DEVICE_TYPES]
     if without:
-        return without[0] if len(without) < len(words) else None
+        if len(without) < len(words):
+            return without[0]
+        return None
     counts = Counter(words)
     # Of equally many on each, those without a GPU are odd: cpu comes before cuda.
     rarest = min(counts, key=lambda word: (counts[word], word))
-    return words.index(rarest) if len(counts) > 1 else None
+    if len(counts) > 1:
+        return words.index(rarest)
+    return None
 
 
 def _rendezvous(world: World, *, word: str, timeout_s: float) -> dist.TCPStore:

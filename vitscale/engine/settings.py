@@ -142,4 +142,6 @@ def _setting_that_reads(name: str, engine: EngineSettings) -> str | None:
         return None
     if group == "torch_autocast" and engine.zero_stage == 1:
         return "engine.zero_stage=0"
-    return None if name in OWN_KEYS or group in OWN_KEYS else "engine.zero_stage=2"
+    if name in OWN_KEYS or group in OWN_KEYS:
+        return None
+    return "engine.zero_stage=2"

@@ -231,7 +231,9 @@ def _below(num: int, random: CounterRandom) -> int:
 
 
 def _either_sign(value: float, random: CounterRandom) -> float:
-    return value if random.uniform() < 0.5 else -value
+    if random.uniform() < 0.5:
+        return value
+    return -value
 
 
 def _augreg_contrast(picture: Picture, m: float, random: CounterRandom) -> Picture:

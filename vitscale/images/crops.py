@@ -70,7 +70,9 @@ class CropRequest:
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the result."""
-        return self.size if isinstance(self.size, tuple) else (self.size, self.size)
+        if isinstance(self.size, tuple):
+            return self.size
+        return self.size, self.size
 
 
 @contextmanager
@@ -249,7 +251,9 @@ def center_crop(
 def _start(length: int, size: int, *, down: bool) -> int:
     """First pixel of the centre: rounded down, or to the even one of the two that are as near."""
     cut = length - size
-    return cut // 2 if down else round(cut / 2)
+    if down:
+        return cut // 2
+    return round(cut / 2)
 
 
 def squash(width: int, height: int, *, size: int, fraction: float) -> Plan:
@@ -325,7 +329,9 @@ def crop_and_resize(pixels_HW3: torch.Tensor, request: CropRequest) -> torch.Ten
         antialias=request.antialias,
         align_corners=False,
     )[0]
-    return resized.flip(-1) if request.flip else resized
+    if request.flip:
+        return resized.flip(-1)
+    return resized
 
 
 # ---- decoders ----------------------------------------------------------------------------------
@@ -356,12 +362,16 @@ class Decoder:
         """
         # The whole image is decoded even for a small box; `RegionDecoder` is the fast way.
         pixels = crop_and_resize(self.whole(data), request)
-        return pixels if out is None else out.copy_(pixels)
+        if out is None:
+            return pixels
+        return out.copy_(pixels)
 
     def whole(self, data: bytes) -> torch.Tensor:
         """All pixels, uint8 [H, W, 3]."""
         pixels = decode_jpeg(data) if data.startswith(JPEG_START) else decode_webp(data)
-        return decode(data) if pixels is None else pixels
+        if pixels is None:
+            return decode(data)
+        return pixels
 
 
 def decode_jpeg(data: bytes) -> torch.Tensor | None:
@@ -403,7 +413,9 @@ def decode_webp(data: bytes) -> torch.Tensor | None:
     except RuntimeError:
         return None
     # If the sizes differ, the two libraries read the file in different ways; Pillow decides.
-    return pixels if pixels.shape == (height, width, 3) else None
+    if pixels.shape == (height, width, 3):
+        return pixels
+    return None
 
 
 class RegionDecoder(Decoder):

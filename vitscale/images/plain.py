@@ -78,12 +78,16 @@ def orientation(image: Image.Image) -> int:
         found = image.getexif().get(TAG, UPRIGHT)
     except (OSError, ValueError, *PILLOW_ERRORS):
         return UPRIGHT  # broken metadata does not make an image unreadable
-    return found if isinstance(found, int) and found in TURNS else UPRIGHT
+    if isinstance(found, int) and found in TURNS:
+        return found
+    return UPRIGHT
 
 
 def upright(image: Image.Image, orientation: int) -> Image.Image:
     """Turn an image by its EXIF orientation; 1 returns the image itself."""
-    return image.transpose(TURNS[orientation]) if orientation in TURNS else image
+    if orientation in TURNS:
+        return image.transpose(TURNS[orientation])
+    return image
 
 
 def format_of(data: bytes) -> str | None:
@@ -96,7 +100,9 @@ def format_of(data: bytes) -> str | None:
         return "WEBP"
     # ISO 23008-12: the names of all standards that the file follows.
     if data[4:8] == b"ftyp":
-        return "AVIF" if b"avif" in data[8:64] else "HEIF"
+        if b"avif" in data[8:64]:
+            return "AVIF"
+        return "HEIF"
     return None
 
 
@@ -206,7 +212,9 @@ def plain(image: Image.Image) -> Image.Image:
 
 
 def _plain_mode(image: Image.Image) -> str:
-    return "L" if image.mode in GREY else "RGB"
+    if image.mode in GREY:
+        return "L"
+    return "RGB"
 
 
 def _opaque(image: Image.Image) -> Image.Image:
@@ -220,7 +228,9 @@ def _opaque(image: Image.Image) -> Image.Image:
             levels = 255 - levels
         return Image.fromarray(levels.astype(np.uint8))
     mode = _plain_mode(image)
-    return image if image.mode == mode else image.convert(mode)
+    if image.mode == mode:
+        return image
+    return image.convert(mode)
 
 
 def _keyed_pixels(image: Image.Image) -> np.ndarray | None:
@@ -249,7 +259,9 @@ def _keyed_pixels(image: Image.Image) -> np.ndarray | None:
     stored_key = np.array(key) & ((1 << depth) - 1)
 
     same = np.asarray(samples == stored_key)
-    return np.asarray(same.all(axis=2)) if same.ndim == 3 else same
+    if same.ndim == 3:
+        return np.asarray(same.all(axis=2))
+    return same
 
 
 def _low_bytes(image: PngImageFile) -> np.ndarray:

@@ -62,7 +62,9 @@ class EmaSettings(Section):
 
     def decay_at(self, step: int) -> float:
         """What is kept at the `step`-th step, the first being 1."""
-        return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+        if self.warmup:
+            return min(self.decay, (1 + step) / (10 + step))
+        return self.decay
 
 
 class OptimSettings(Section):

@@ -68,7 +68,9 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
     if "*" in pattern:
         return sorted(folder.glob(pattern))
     path = folder / pattern
-    return [path] if os.path.lexists(path) else []
+    if os.path.lexists(path):
+        return [path]
+    return []
 
 
 def why_unsafe(path: Path, *, folder: Path, max_bytes: int) -> str | None:

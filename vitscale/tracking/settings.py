@@ -88,7 +88,9 @@ def default_uri() -> str:
     if errors:
         raise UserErrors(errors)
     uri = tracking.get("uri")
-    return uri if isinstance(uri, str) else DEFAULT_URI
+    if isinstance(uri, str):
+        return uri
+    return DEFAULT_URI
 
 
 def absolute_uri(uri: str, *, where: str = "tracking.uri") -> str:
@@ -113,4 +115,6 @@ def absolute_uri(uri: str, *, where: str = "tracking.uri") -> str:
 def sqlite_path(uri: str) -> Path | None:
     """The database file of an SQLite URI; None for other URIs."""
     prefix = "sqlite:///"
-    return Path(uri.removeprefix(prefix)) if uri.startswith(prefix) else None
+    if uri.startswith(prefix):
+        return Path(uri.removeprefix(prefix))
+    return None

@@ -310,4 +310,6 @@ def final_status(error: BaseException | None) -> mlflow_sync.Status:
         return "FINISHED"
     if isinstance(error, SystemExit) and error.code == EXIT_STOPPED_RESUMABLE:
         return "PAUSED"
-    return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+    if isinstance(error, KeyboardInterrupt):
+        return "KILLED"
+    return "FAILED"

@@ -93,7 +93,9 @@ def read_entry_points(path: Path, *, key: int) -> bytes:
         return b""
     found = bytes(points[int(starts[row]) : int(starts[row + 1])])
     # Damaged points would give wrong pixels; without any the image is decoded from the top.
-    return found if crc32(found) == int(sums[row]) else b""
+    if crc32(found) == int(sums[row]):
+        return found
+    return b""
 
 
 @lru_cache(maxsize=MAX_OPEN_FILES)
