@@ -71,6 +71,7 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="find copies by what they show, not only by bytes",
     )
+
     parser.add_argument("--output", metavar="FOLDER", help="default: SHARDS-duplicates")
     parser.add_argument(
         "--num-workers",

@@ -85,6 +85,7 @@ def main() -> None:
         contents = dict(
             character_files(num_train=arguments.num_train, num_test=arguments.num_test)
         )
+
     # Names are SPLIT/CLASS/NAME.png.
     num_train = sum(name.startswith("train/") for name in contents)
     num_classes = len({name.split("/")[1] for name in contents})
@@ -93,6 +94,7 @@ def main() -> None:
         check_same_files(output, contents)
         print(f"{output}: already there, the same {len(contents):,} images")
         return
+
     write_files(output, contents)
     print(
         f"{output}: {num_train:,} training and {len(contents) - num_train:,} test images, "

@@ -68,6 +68,7 @@ def check_folder(
         *_findings(LEDGER_NAME, _check_ledger(folder, manifest, has_index=is_index)),
         *_findings(INFO_NAME, _check_info(folder, manifest)),
     ]
+
     check = partial(
         check_tar,
         folder=folder,
@@ -75,6 +76,7 @@ def check_folder(
         ours=manifest.shards_root == "." and is_index,
         write_entry_points=write_entry_points,
     )
+
     num_samples = sum(entry.num_samples for entry in manifest.splits.values())
     with (
         item_progress("verify", total=num_samples) as advance,
@@ -185,6 +187,7 @@ def check_tar(
     shard, rows = task
     found: list[str] = []
     points: dict[int, bytes] = {}
+
     try:
         if blake3_of_file(root / shard.name) != shard.blake3:
             found.append("content differs from the manifest (BLAKE3)")
@@ -201,6 +204,7 @@ def check_tar(
                 found.append("holds more than the samples of the index, or no end mark")
     except OSError as error:
         return [*found, f"cannot be read ({error.strerror})"]
+
     # Entry points of damaged images could be wrong.
     if write_entry_points and not found:
         place = entry_points.entry_points_file(folder, shard.name)
@@ -223,6 +227,7 @@ def _check_sample(
         before, after = around_image(
             row["key"], extension=row["format"], num_bytes=row["length"], label=label
         )
+
     # Headers and padding are compared as well, so all bytes of the tar are.
     file.seek(max(0, row["offset"] - len(before)))
     stored = file.read(len(before) + row["length"] + len(after))
@@ -231,6 +236,7 @@ def _check_sample(
         return "has another name, size, place or label in the tar", image
     if blake3(image).digest() != row["blake3"]:
         return "the image's bytes differ from the index (BLAKE3)", image
+
     try:
         format = known_format(image)
         actual = (SUFFIXES.get(format), *open_image(image, format).size)
@@ -284,6 +290,7 @@ def draw_sheet(path: Path, folder: Path, manifest: Manifest) -> None:
     # Evenly over the labels, so that the last classes are seen, too.
     num_shown = min(MAX_CLASSES, len(present))
     shown_labels = present[np.linspace(0, len(present) - 1, num_shown).astype(int)]
+
     rows = []
     for label in shown_labels.tolist():
         positions = np.flatnonzero(labels == label)

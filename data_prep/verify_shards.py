@@ -30,6 +30,7 @@ def parse_arguments() -> argparse.Namespace:
         prog="vitscale prepare verify",
         description="Read a shard folder completely and compare it with its manifest.",
     )
+
     parser.add_argument("shards", metavar="SHARDS", help="folder with a manifest.json")
     parser.add_argument(
         "--entry-points",
@@ -58,6 +59,7 @@ def main() -> None:
     if arguments.sheet:
         with writing(arguments.sheet.parent, where="--sheet"):
             pass  # before the work
+
     folder = local_folder(arguments.shards, where="SHARDS")
     manifest = read_manifest(folder)
     num_samples = sum(split.num_samples for split in manifest.splits.values())
@@ -68,6 +70,7 @@ def main() -> None:
         num_workers=arguments.num_workers,
         write_entry_points=arguments.entry_points,
     )
+
     for finding in findings:
         print(finding)
     outcome = f"{len(findings):,} findings" if findings else "valid"

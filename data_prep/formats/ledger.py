@@ -128,6 +128,7 @@ class Outcomes:
                 next_step = (
                     "set source.label to where the labels are, or labels.values=none"
                 )
+
             raise UserError(
                 f"{self.num_bad} of {num_images} images are bad, more than the fraction "
                 f"{max_bad_fraction} allowed\n{self.describe(BAD)}",

@@ -151,6 +151,7 @@ def _refuse_deeper_files(
         deeper = next(
             (path for path in wanted if os.path.dirname(path) != str(folder)), None
         )
+
     if deeper is not None:
         example = printable(os.path.relpath(deeper, folder))
         raise UserError(

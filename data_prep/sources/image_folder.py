@@ -98,6 +98,7 @@ class ImageFolder(Source):
         base = top or "."
         containers: list[Container] = []
         folders = [top]
+
         # Folders are opened level by level until there are enough units to share.
         while folders and len(folders) < UNLABELLED_FOLDERS:
             # These are too few to share: their files are one unit, each folder inside another.
@@ -318,6 +319,7 @@ def _rows_in_order(
             where=VAL_LABELS,
             allowed=f"{allowed}; or one class per image, in the order of their names",
         )
+
     # Lines in the order of names are trusted only if all ways of sorting agree.
     for first, by_number in zip(names, sorted(names, key=_natural), strict=True):
         if first != by_number:
@@ -327,6 +329,7 @@ def _rows_in_order(
                 where=VAL_LABELS,
                 allowed=allowed,
             )
+
     return [
         (line, [name, *row]) for name, (line, row) in zip(names, classes, strict=True)
     ]

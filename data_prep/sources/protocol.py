@@ -170,6 +170,7 @@ def with_damage(container: Container, inputs: Iterable[Input]) -> Iterator[Input
         raise_if_outage(error, path)
         # Without a number it comes from a library, and concerns the content.
         reason = "damaged_table" if error.errno is None else "unreadable"
+
     yield Input(path, container.split, container.class_name, path, 0, reason)
 
 

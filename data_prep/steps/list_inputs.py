@@ -204,6 +204,7 @@ def rows_table(inputs: Sequence[Input], *, seed: int) -> pa.Table:
     # 16 bytes of a hash become two numbers, by which Arrow can sort.
     halves = np.frombuffer(order, ">u8").reshape(-1, 2).astype(np.uint64)
     hashes = (seeded_hash(i.path, seed=seed, purpose="holdout")[:8] for i in inputs)
+
     columns: dict[str, object] = {
         "order_high": halves[:, 0],
         "order_low": halves[:, 1],

@@ -96,6 +96,7 @@ def outcome(
         "reason": image.reason,
         "input_hash": image.input_hash or None,
     }
+
     if image.reason is None:
         row |= {
             "changes": image.changes,

@@ -339,6 +339,7 @@ def attempt(
     do, unit = task
     # The default allocator keeps what is freed: a quarter of a worker's memory.
     pa.set_memory_pool(pa.system_memory_pool())
+
     claim = work.claim(unit)
     try:
         if work.is_done(unit):
@@ -401,6 +402,7 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
         signal.signal(number, _stop)
     finders: list[Any] = sys.meta_path
     finders.insert(0, _NoPandas())
+
     work = WorkFolder(run)
     made = find_existing(work)
     if made is None:
@@ -416,12 +418,14 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
             raise
     # The folder may be left by a process that was killed after its commit, or made by a late task.
     shutil.rmtree(work.path, ignore_errors=True)
+
     if made is not None:
         print(
             f"{work.output}: already there, made with the same settings; {run.source.path} was not "
             "looked at again"
         )
         return
+
     # Compare settings again: another command may have finished it in the meantime.
     manifest = find_existing(work)
     assert manifest is not None
@@ -469,6 +473,7 @@ def find_existing(work: WorkFolder) -> Manifest | None:
         )
     if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
         return None
+
     advice = "choose another output, or remove this folder first"
     try:
         manifest = read_manifest(output)
@@ -478,6 +483,7 @@ def find_existing(work: WorkFolder) -> Manifest | None:
             where="output",
             next_step=advice,
         ) from None
+
     changed = changed_settings(
         manifest.config, content_config(work.run), purpose="output"
     )
@@ -554,6 +560,7 @@ def open_work_folder(work: WorkFolder) -> None:
                 if not (aside / FAILED_NAME).exists():  # it has just begun anew
                     aside.rename(work.path)
             shutil.rmtree(aside, ignore_errors=True)
+
         if not work.path.exists():
             aside.mkdir(parents=True, exist_ok=True)
             write_json(aside / SETTINGS_NAME, settings)

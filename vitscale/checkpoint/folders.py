@@ -406,6 +406,7 @@ def _finish(save: Save, shares: list[Listing | UserError]) -> list[str]:
         files |= share
     # They are missing here if the folder is on a disk that the nodes do not share.
     check_sizes(save.temporary, files)
+
     text = manifest_text(
         step=save.step,
         files=files,
@@ -413,6 +414,7 @@ def _finish(save: Save, shares: list[Listing | UserError]) -> list[str]:
         description=save.description,
     )
     _write(save, MANIFEST, [text.encode()])
+
     warnings = []
     try:
         if save.before_commit is not None:
@@ -445,6 +447,7 @@ def _prune(save: Save) -> list[str]:
     kept = 1
     folders = step_folders(save.checkpoints)
     committed = [each for each in folders if step_of(each) <= save.step]
+
     try:
         best = best_of(committed)
         for folder in committed[1:]:

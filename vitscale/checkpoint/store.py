@@ -130,6 +130,7 @@ class CheckpointStore:
         # Memory is fetched here, since the event that marks the tensors belongs to this thread.
         self._host_copy.prepare(tensors)
         self._copied.clear()
+
         save = Save(
             checkpoints=self.folder,
             step=step,
@@ -141,6 +142,7 @@ class CheckpointStore:
             before_commit=before_commit,
             overdue_at=self._committed_at + LONGEST_WITHOUT_S,
         )
+
         self._save = Future()
         # A daemon: a process that must end does not wait for a disk that hangs.
         work = partial(self._write, save, tensors, self._save)
@@ -191,6 +193,7 @@ class CheckpointStore:
                 next_step="lower optim.lr, lengthen schedule.warmup_steps or set optim.clip_norm=1 "
                 "and resume from the newest checkpoint, which is finite",
             )
+
         yield from pieces
 
     def wait(self, *, say: Callable[[str], None] | None = None) -> Commit | None:
@@ -424,6 +427,7 @@ class HostCopy:
             if self._stream is not None and self._ready is not None:
                 # The kernels that computed these tensors run on the training's stream.
                 self._stream.wait_event(self._ready)
+
             header: dict[str, object] = {}
             end = 0
             for name in order:
@@ -440,6 +444,7 @@ class HostCopy:
                 }
             if self._stream is not None:
                 self._stream.synchronize()
+
         text = json.dumps(header, separators=(",", ":")).encode()
         # The header is padded to 8 bytes, so that the data behind it is aligned.
         text += b" " * (-len(text) % 8)

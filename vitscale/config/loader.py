@@ -238,6 +238,7 @@ def read_chain(path: str, *, where: str | None = None) -> list[Source]:
             shown = " -> ".join(map(shown_path, [*files, path]))
             raise UserError(f"circular base: {shown}", where=where)
         files.append(path)
+
         source = _read_file(path, where=where)
         sources.insert(0, source)
         base = source.values.pop("base", "")

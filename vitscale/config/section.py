@@ -246,6 +246,7 @@ def describe(node: Node | bool) -> str:
         if is_nullable:
             return f"{text}, or null"
         return text
+
     if "oneOf" in node:
         return f"a group with the key {NAME}: {', '.join(groups_of(node))}"
     if "enum" in node or "const" in node:
@@ -265,6 +266,7 @@ def describe(node: Node | bool) -> str:
         return f"a group with the keys {', '.join(node['properties'])}"
     if node.get("type") == "object":
         return f"a group of keys, each with {describe(node.get('additionalProperties', True))}"
+
     text = WORDS.get(str(node.get("type")), "anything")
     limits = [
         f"{word} {str(node[limit]).removesuffix('.0')}"

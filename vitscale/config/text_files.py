@@ -39,6 +39,7 @@ def read_text(file: str, *, where: str) -> str:
     except UnicodeDecodeError as error:
         problem = "is not UTF-8"
         position = error.start
+
     if position >= 0:
         line = data.count(b"\n", 0, position) + 1
         # A file that Excel saves as "Unicode text" begins like this.
@@ -66,6 +67,7 @@ def read_cells(
     # Keys of samples may have quotes and commas, so a list of them is not read as CSV.
     quoting: Any = csv.QUOTE_NONE if delimiter == "\n" else csv.QUOTE_MINIMAL
     reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=strict)
+
     rows = []
     try:
         for row in reader:

@@ -158,6 +158,7 @@ def _retried(url: Url, read: Callable[[Any], T]) -> T:
     start = time.monotonic()
     pause_s = FIRST_PAUSE_S
     tries = 0
+
     while True:
         tries += 1
         try:
@@ -328,6 +329,7 @@ class RemoteFile:
             # A damaged copy would be found again: removed, it is fetched anew in the next round.
             with suppress(OSError):
                 path.unlink()
+
         if failure is not None:
             raise StorageError(
                 f"its copy cannot be read ({failure.strerror or failure})",
@@ -348,6 +350,7 @@ class RemoteFile:
                         next_step="upload it again; make the shards again if the local copy is "
                         "damaged too",
                     )
+
             with locked(
                 self.folder, SPACE
             ):  # a process that counts files would miss this one

@@ -223,6 +223,7 @@ class StreamedSamples(Samples):
         self.image_size = augmentation.image_size
         self.num_samples = training_set.num_samples
         self.place = place
+
         self.stream = partial(
             tar_samples,
             training_set.tars,

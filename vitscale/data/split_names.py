@@ -102,6 +102,7 @@ def ambiguous_splits(names: Sequence[str], *, everything: str = ".") -> UserErro
             example.setdefault(
                 "test" if re.search("te?st|hold", name, re.I) else "val", name
             )
+
     places = ", ".join(f"{split}: {name!r}" for split, name in example.items())
     return UserError(
         f"these are named like splits, all or some: {', '.join(map(repr, names[:NAMES_SHOWN]))}",

@@ -104,6 +104,7 @@ def _one_archive(file: BinaryIO, start: int, end: int) -> Generator[Member, None
                 content_end = tar.offset if has_holes else info.offset_data + info.size
                 if info.isreg() and content_end > end or info.offset >= end:
                     raise TarDefect("ends inside a member")
+
                 yield Member(
                     info.name,
                     info.offset_data,

@@ -65,6 +65,7 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[in
     """
     digest = blake3.blake3()
     num_bytes = 0
+
     try:
         # Exclusive creation shows a file that an earlier attempt has left.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

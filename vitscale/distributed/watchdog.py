@@ -341,6 +341,7 @@ class Watchdog:
         """The ranks that the others wait for; None when all have reached the same."""
         if self._stalled * self.period_s < self.late_s:
             return None
+
         # A rank that has ended as planned waits for nobody.
         present = {
             rank: beat for rank, beat in enumerate(self._beats) if not beat.ended
@@ -349,6 +350,7 @@ class Watchdog:
         late = [rank for rank, beat in present.items() if beat.progress == least]
         if len(late) == self.world.world_size:
             return None  # all in the same collective, or none in any; collectives have timeouts
+
         doing = ", ".join(sorted({present[rank].doing for rank in late}))
         kind = FailureKind.HANG
         what = f"has kept the others waiting for {self.late_s:.0f} s ({doing})"

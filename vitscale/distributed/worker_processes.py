@@ -39,6 +39,7 @@ class Workers:
         # One worker would only add the cost of its pipe.
         if num == 1:
             return
+
         for _ in range(num):
             ours, theirs = Pipe()
             # With `theirs` closed here, the death of a worker ends the pipe.

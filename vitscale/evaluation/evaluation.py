@@ -414,6 +414,7 @@ def results(
         if isinstance(evaluation, PassEvaluation)
     ]
     pass_metrics: list[dict[str, float]] = []
+
     try:
         for evaluation in evaluations:
             if not isinstance(evaluation, PassEvaluation):

@@ -136,11 +136,14 @@ def evaluation_batches(
     """
     chosen = np.arange(index.num_samples) if samples is None else samples
     stride = world_size * micro_batch
+
+    # Rounded up, so that every rank makes the same number of forward passes.
     num_batches = -(-len(chosen) // stride)
     shape = (num_batches, world_size, micro_batch)
     places = np.arange(num_batches * stride).reshape(shape)[:, rank]
     # Places beyond the end repeat the last sample, with weight 0.
     positions = chosen[np.minimum(places, len(chosen) - 1)]
+
     reader = EvaluationSamples(index, settings=settings, image_size=image_size)
     with open_batches(
         reader,

@@ -413,6 +413,7 @@ def _read_config(
         reason = str(error.strerror)
     except (KeyError, TypeError, ValueError) as error:
         reason = type(error).__name__
+
     raise UserError(
         f"does not describe the model of {checkpoint.folder} ({reason})",
         where=str(path),

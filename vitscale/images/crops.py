@@ -462,6 +462,7 @@ def decode_region(
     Raises ValueError or OverflowError for an image that it does not support or finds damaged.
     """
     box = request.box
+
     used_own = _extension().crop(
         data,
         (box.left, box.top, box.width, box.height),

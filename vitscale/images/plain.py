@@ -321,4 +321,5 @@ def grey_picture(content: bytes, *, side: int) -> GreyPicture | None:
     except Exception:
         # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on broken content.
         return None
+
     return GreyPicture(np.asarray(upright(small, turn)), short_side)

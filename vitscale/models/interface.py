@@ -127,6 +127,8 @@ def private_folder() -> Path:
         status = folder.lstat()
     except OSError as error:
         raise not_written(error, f"TMPDIR: {folder}") from None
+
+    # A folder of another user could hold code that this process then runs.
     if (
         not stat.S_ISDIR(status.st_mode)
         or status.st_uid != os.getuid()

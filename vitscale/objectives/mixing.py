@@ -39,12 +39,15 @@ def mix_batch(
     assert num % 2 == 0 and first_position % 2 == 0, (
         "the training plan must refuse this"
     )
+
+    # Keys depend on the position in training alone, not on which rank has the batch.
     if settings.mode == "batch":
         keys = [stream_key("mix", seed, step)]
     else:
         first = first_position // 2
         pairs = range(first, first + num // 2)
         keys = [stream_key("mix pair", seed, pair) for pair in pairs]
+
     blends = [draw_blend(settings, key, image_size=side) for key in keys]
     shares = [blend.share for blend in blends] * (num // 2 // len(blends))
     return replace(

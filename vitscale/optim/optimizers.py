@@ -68,6 +68,7 @@ def build_optimizer(
         return torch.optim.SGD(
             groups, lr=settings.lr, momentum=settings.momentum, fused=True
         )
+
     moments: dict[str, Any] = {
         "lr": settings.lr,
         "betas": settings.betas,

@@ -152,6 +152,7 @@ def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
     """Combinations in which a setting could have no effect."""
     decay = f"schedule.decay={schedule.decay}"
     at = schedule.drops_at
+
     if schedule.warmup_steps and schedule.warmup_epochs:
         yield (
             "schedule.warmup_epochs",
@@ -163,6 +164,7 @@ def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
             "schedule.cooldown_share",
             f"{what}; set it to 0, or schedule.decay=constant",
         )
+
     if schedule.decay in ("constant", "drops") and schedule.decay_from != "warmup_end":
         yield "schedule.decay_from", f"has no effect on {decay}; set it to warmup_end"
     if (
@@ -177,6 +179,7 @@ def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
         )
     if schedule.decay == "drops" and schedule.final_lr:
         yield "schedule.final_lr", f"has no effect on {decay}; set it to 0"
+
     if schedule.decay != "drops" and at:
         what = f"has no effect on {decay}"
         yield "schedule.drops_at", f"{what}; remove it, or set schedule.decay=drops"
@@ -208,10 +211,13 @@ def learning_rate(
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
+
     start = warmup_steps
     if schedule.decay_from == "start" or schedule.decay == "drops":
         start = 0
     progress = (step - start) / max(1, total_steps - start)
+
+    # A step beyond the end, as after a change of the schedule, keeps the last rate.
     share = SCHEDULES[schedule.decay](min(1.0, progress), schedule.drops_at)
     if cooldown_steps:
         share *= min(1.0, max(0.0, (total_steps - step) / cooldown_steps))

@@ -156,12 +156,15 @@ class DataPrepRun(Run):
         if self.source.val_per_class and self.source.holdout_fraction:
             what = "and source.holdout_fraction are mutually exclusive; remove one of the two"
             yield "source.val_per_class", what
+
+        # The held-out images come from `train`, so they need another name.
         holds_out = self.source.holdout_fraction or self.source.val_per_class
         if holds_out and self.source.holdout_split == "train":
             yield (
                 "source.holdout_split",
                 "must not be train, from which the images are taken",
             )
+
         if self.labels.values == "index" and self.labels.space is None:
             yield "labels.values", "index requires labels.space, the list of classes"
         if self.labels.values == "none":
@@ -174,6 +177,7 @@ class DataPrepRun(Run):
                 if value:
                     what = "needs classes, which labels.values=none ignores"
                     yield key, f"{what}; remove one of the two"
+
         names = {f"source.splits.{name}": name for name in self.source.splits}
         for key, name in {
             "source.holdout_split": self.source.holdout_split,

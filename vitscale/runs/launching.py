@@ -99,6 +99,7 @@ def launch_problems(
 
     independent_tasks: the stage's tasks share work through files; none waits for another.
     """
+    # These texts become lines of a batch script, which others can read.
     for key, text in _texts_of(launch):
         if not text.replace("\t", " ").isprintable():
             yield key, f"{text!r} is not one line of printable text"
@@ -111,6 +112,7 @@ def launch_problems(
             )
         elif key.startswith("launch.srun_args") and not text.startswith("-"):
             yield key, f"{text!r} is not an option of srun such as --cpu-bind=none"
+
     for option in launch.sbatch:
         key = f"launch.sbatch.{option}" if option.isprintable() else "launch.sbatch"
         name = option.replace("_", "-")
@@ -123,6 +125,7 @@ def launch_problems(
             yield key, f"is not allowed here: set {owner} instead"
         elif name in SBATCH_FIXED:
             yield key, "is not allowed here: vitscale sets it; remove it"
+
     if not launch.node_counts:
         yield (
             "launch.nodes",
@@ -135,6 +138,7 @@ def launch_problems(
             f"{SIGNAL_EARLY_S} s earlier) leaves no time of launch.timeout_min="
             f"{launch.timeout_min}; lower it or request more time",
         )
+
     if independent_tasks:
         for field, default in {
             "nodes": 1,
@@ -148,6 +152,7 @@ def launch_problems(
                 )
                 yield f"launch.{field}", f"{value} {what}"
         return
+
     if launch.num_tasks != 1:
         why = "is for data preparation only; the size of this job is launch.nodes x"
         yield "launch.num_tasks", f"{launch.num_tasks} {why} launch.tasks_per_node"

@@ -96,6 +96,7 @@ class TrainingRun(Run):
         schedule = self.schedule
         data = self.data
         engine = self.engine
+
         if not RUN_NAME.fullmatch(self.name):
             what = "use letters, digits, '.', '-', '_', at most 100 of them"
             yield ("name", f"{self.name!r}: {what}")
@@ -105,6 +106,7 @@ class TrainingRun(Run):
         if schedule.final_lr > self.optim.lr:
             what = f"exceeds the peak optim.lr {self.optim.lr}"
             yield ("schedule.final_lr", f"{schedule.final_lr} {what}")
+
         for key, bound in {"crop_area": ", at most 1", "crop_aspect": ""}.items():
             low, high = getattr(data, key)
             if not 0 < low <= high or (bound and high > 1):
@@ -119,6 +121,7 @@ class TrainingRun(Run):
             )
         if min(data.std) <= 0:
             yield ("data.std", f"{data.std} must be positive")
+
         if engine.compile is True and engine.zero_stage == 3:
             what = "ZeRO 3's hooks break blocks apart; use auto, or zero_stage<=2"
             yield ("engine.compile", what)
@@ -127,6 +130,7 @@ class TrainingRun(Run):
                 "engine.precision",
                 "fp16 keeps its loss scale in ZeRO 1 to 3; set zero_stage=1",
             )
+
         yield from listed_twice(self.evaluate or ())
         yield from tracking_problems(self.tracking)
         yield from schedule_problems(schedule)
@@ -188,6 +192,7 @@ class MicroBatches:
         global batches whose shares are not; None for any other share."""
         if not self.is_small(share):
             return None
+
         # A multiple of the largest is never small, nor is a share that needs no division.
         below = range(share - 1, 0, -1)
         above = range(share + 1, share + 2 * self.largest + 1)
@@ -202,6 +207,7 @@ class MicroBatches:
             )
             for shares in (below, above)
         ]
+
         nearest = " or ".join(
             f"{each * world_size} ({self.largest_for(each)} images)"
             for each in better
@@ -237,6 +243,7 @@ def training_plan(
             allowed=f"multiples of {world_size}: {' or '.join(sizes)}",
             next_step="change data.global_batch or the number of processes",
         )
+
     # Images are mixed in pairs.
     micro_batches = MicroBatches(
         largest=largest, unit=1 if run.data.mixing is None else 2
@@ -251,6 +258,7 @@ def training_plan(
             "at least 2",
             next_step="change one of these, or set data.mixing=null",
         )
+
     # Exactly one of `steps` and `epochs` is set.
     total = schedule.steps or max(1, int((schedule.epochs or 0) * num_samples) // batch)
     warmup = schedule.warmup_steps or int(schedule.warmup_epochs * num_samples) // batch
@@ -264,6 +272,7 @@ def training_plan(
             where=f"schedule.{'cooldown_share' if cooldown else unit}",
             next_step=f"lower schedule.{unit} or schedule.cooldown_share, or lengthen the run",
         )
+
     return TrainingPlan(
         world_size=world_size,
         global_batch=batch,

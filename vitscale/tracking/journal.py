@@ -68,6 +68,7 @@ def decode(line: bytes) -> Row | None:
         RecursionError,
     ):
         return None
+
     # `type` and not `isinstance`: true and false are integers, too.
     if type(step) is not int or abs(step) > MAX_STEP or not 0 <= moment < MAX_TIME_S:
         return None

@@ -52,6 +52,7 @@ class Reader(RunReader):
             finish_timeout=25.0,  # a training waits little longer
             finish_timeout_raises=True,
         )
+
         self._run = wandb.init(
             dir=str(folder),
             # W&B allows 64 characters without these in an id.
@@ -65,6 +66,7 @@ class Reader(RunReader):
             resume=None if wandb.setup().settings.mode == "offline" else "allow",
             settings=settings,
         )
+
         # Steps before it are there; W&B refuses to go back.
         self._first_step = self._run.starting_step
         self.run_id = self._run.url or shown_path(str(Path(self._run.dir).parent))

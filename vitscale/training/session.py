@@ -255,6 +255,7 @@ class TrainingSession:
                 classes=self.data.classes if self.arch.num_classes else None,
                 folder=self.folder / FILES,
             )
+
         self.evaluations = ScheduledEvaluations(
             self.objective.evaluations(self.run),
             subject,
@@ -771,6 +772,7 @@ def compatibility_key(
     agreed: what the objective adds.
     """
     optim = run.optim
+
     # Whatever changes the meaning of the saved tensors, or the samples of the next steps.
     return {
         "stage": run.stage,

@@ -108,11 +108,13 @@ def _open(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, memoryview]:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError):
         data = memoryview(b"")
+
     # Behind the head there are 20 bytes per image (key, start, sum), and one more start.
     head = len(MAGIC) + 8
     num = int.from_bytes(data[len(MAGIC) : head], "little")
     if not num or data[: len(MAGIC)] != MAGIC or head + 20 * num + 8 > len(data):
         return none, none, none, data
+
     keys = np.frombuffer(data, "<u8", num, head)
     starts = np.frombuffer(data, "<u8", num + 1, head + 8 * num)
     sums = np.frombuffer(data, "<u4", num, head + 16 * num + 8)

@@ -63,6 +63,7 @@ def hub_errors(name: str, *, where: str, then: str = "") -> Iterator[None]:
         # Tracebacks of the client are pages long; people need one sentence and the next step.
         kind: type[UserError] = UserError
         status = getattr(getattr(error, "response", None), "status_code", 0)
+
         if isinstance(error, errors.HFValidationError):
             problem = f"{name!r} is not OWNER/NAME"
             next_step = "copy it from the repository's page"
@@ -82,4 +83,5 @@ def hub_errors(name: str, *, where: str, then: str = "") -> Iterator[None]:
             kind = StorageError
             problem = f"{constants.ENDPOINT} cannot be used ({short_reason(error)})"
             next_step = "check the network and HF_ENDPOINT, and try again"
+
         raise kind(problem, where=where, next_step=next_step + then) from None

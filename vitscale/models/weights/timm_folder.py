@@ -61,6 +61,8 @@ def read_timm_folder(
         as_timm=as_timm,
         where=where,
     )
+
+    # Only a folder that names mean and std leaves nothing to assume.
     assumed = tuple(pixels)
     if "mean" in described and "std" in described:
         assumed = ()

@@ -121,6 +121,7 @@ def _refuse_other_families(weights: Mapping[str, torch.Tensor], where: str) -> N
     missing = [name for name in needed if name not in weights]
     if not missing and weights[PATCH].ndim != 4:
         missing = [PATCH]
+
     if missing:
         first = ", ".join(sorted(weights)[:3])
         raise UserError(
