@@ -28,6 +28,7 @@ def export(run: ExportRun) -> None:
         from vitscale.evaluation.trained_model import open_model
         from vitscale.tracking.mlflow_sync import read_record, upload
 
+    # A wrong setting is an error before the model is opened.
     check_export(run)
     model = open_model(**run.source())
     record = None

@@ -49,11 +49,13 @@ class Images:
 
     def label_name(self, label: int) -> str | None:
         """The true class, where the shards have it."""
+        # Files have no labels, and shards need not have them.
         if self.index is None or label == NO_LABEL:
             return None
         return self.index.classes[label]
 
     def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
+        # Shards were prepared, so their images need no conversion.
         if self.index is not None:
             return EvaluationSamples(
                 self.index, settings=settings, image_size=image_size, strict=False
@@ -66,6 +68,7 @@ def shard_folder(paths: Sequence[str]) -> str | None:
 
     Raises UserError for shards beside other inputs.
     """
+    # The manifest tells a shard folder from a folder of images.
     shards = [
         path for path in paths if is_url(path) or (Path(path) / MANIFEST_NAME).is_file()
     ]

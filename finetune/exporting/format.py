@@ -99,6 +99,7 @@ def write_description(model: TrainedModel, folder: Path) -> None:
 
 def split(weights: Mapping[str, torch.Tensor]) -> Tensors:
     """Queries, keys and values as tensors of their own; the inverse of `joined`."""
+    # Other libraries name the three matrices that timm keeps as one.
     single = dict(weights)
     for where, parts, fused in FUSED:
         pattern = re.compile(rf"({where})\.{fused}\.(weight|bias)")

@@ -47,6 +47,7 @@ class NpzFormat(SafetensorsFormat):
         arch: Any = model.arch
         if arch.name != "vit":
             return {f"a model of the family {arch.name}": True}
+
         _, unnamed = _google(model)
         # Google's models have a class token only where the head reads it.
         has_unread_token = arch.pool != "cls" and arch.has_class_token

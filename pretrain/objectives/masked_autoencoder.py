@@ -114,6 +114,7 @@ def encode_kept(
 
 def patch_statistics(patches_BLP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and deviation of each patch [B, L, 1]; the variance is the unbiased one."""
+    # Uniform patches have no variance; the small term keeps their division finite.
     variance, mean = torch.var_mean(patches_BLP, dim=2, keepdim=True)
     return mean, (variance + VARIANCE_EPS).sqrt()
 
@@ -154,6 +155,7 @@ def picture_rows(
     mean nor contrast of a patch; they are taken from the true one. Patches that the model sees have
     no loss, so what it gives for them means nothing and is left out.
     """
+    # Pixels are computed in fp32: bf16 would show steps in smooth areas.
     predicted_BLP = predicted_BLP.float()
     if normalized:
         patch_mean, deviation = patch_statistics(patches_BLP)

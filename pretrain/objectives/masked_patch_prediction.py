@@ -100,6 +100,7 @@ class MaskedPatchPrediction(Objective):
 
     def num_parameters(self, arch: Any) -> int:
         """The mask embedding and the head on top."""
+        # A dense layer with a bias, one output per colour.
         head = arch.width * NUM_COLORS + NUM_COLORS
         return super().num_parameters(arch) + int(arch.width + head)
 

@@ -25,6 +25,7 @@ def draw_predictions(
     The images are evenly spaced over the validation split, or the training split without one.
     rows: uint8 images [B, 3, S, S] on the device -> title -> such images, of a model in eval mode.
     """
+    # Images that are not trained on show what the model has learned.
     index = session.val_index
     if index is None:
         index = session.data.parts[0]

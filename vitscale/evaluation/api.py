@@ -175,6 +175,7 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         try:
             pixels_HW3 = Decoder().whole(self._index.read(number))
         except UserError:
+            # Outages and wrong settings have an error of their own, which names the cause.
             raise
         except (OSError, ValueError) as error:
             raise unreadable_error(

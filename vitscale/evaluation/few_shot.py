@@ -71,6 +71,7 @@ class FewShot(Probe):
             for draw, orders in enumerate(draws):
                 samples = first_of_each(orders, count)
                 few = train.rows(np.searchsorted(train.samples, samples))
+                # The system is solved in fp64: few images make it badly conditioned.
                 scores = fit_ridge(
                     few.values_ND.to(device),
                     few.labels_N.to(device),

@@ -39,6 +39,7 @@ def direction(key: str) -> str | None:
 
 def preference(key: str) -> tuple[int, bool, str]:
     """Sorts metrics, the main one first."""
+    # Metrics that are not listed come after all that are.
     place = len(PREFERRED)
     if key in PREFERRED:
         place = PREFERRED.index(key)
@@ -60,5 +61,7 @@ def score_of(metrics: Mapping[str, float]) -> dict[str, Any] | None:
     name = min(names, key=preference)
     place, is_lower, _ = preference(name)
     value = float(metrics[names[name]])
+
+    # The larger gain is always better, so that scores can be compared as lists.
     gain = -value if is_lower else value
     return dict(metric=names[name], value=value, order=[-place, name, gain])

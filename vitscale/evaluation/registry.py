@@ -109,6 +109,8 @@ class ScheduledEvaluations:
         due = self.due(step, is_last=is_last)
         assert self.subject is not None
         subject = replace(self.subject, draws=is_last)
+
+        # Dropout and drop path must be off, and on again after an error, too.
         self._engine.eval()
         try:
             for metrics in results(due, subject):

@@ -41,6 +41,8 @@ class EvaluationResize:
         """
         settings = self.settings
         side = self.image_size
+
+        # A mean of areas needs all pixels, so it has a path of its own.
         if settings.eval_interpolation == "area":
             if pixels_HW3 is None:
                 pixels_HW3 = self.decoder.whole(data)
@@ -60,6 +62,8 @@ class EvaluationResize:
             width, height = self.decoder.size(data)
         else:
             height, width, _ = pixels_HW3.shape
+
+        # From here on the box alone is decoded, where the image is not decoded already.
         plan = crops.EVALUATION_CROPS[settings.eval_resize]
         box, resized, (top, left) = plan(
             width, height, size=side, fraction=settings.eval_crop_fraction
@@ -97,6 +101,7 @@ class EvaluationSamples(Samples):
 
     def prefetch(self, samples: Sequence[int]) -> None:
         """Fetch the remote shards of a batch, and the two after them, in the background."""
+        # Evaluations read shards in their stored order, so the next ones are known.
         numbers = self.index.shard_of[samples]
         prefetch(self.index.shards[int(numbers.min()) : int(numbers.max()) + 3])
 
@@ -114,6 +119,8 @@ class EvaluationSamples(Samples):
                 raise unreadable_error(
                     self.index, unreadable[0], next_step=step
                 ) from None
+
+            # A fixed content, so that two runs see the same batch.
             out.zero_()
         return int(self.index.label[sample]), unreadable
 
@@ -152,6 +159,7 @@ def evaluation_batches(
         settings=settings,
         pin_memory=pin_memory,
     ) as batches:
+        # Padding has weight 0 in every metric.
         is_sample = places < len(chosen)
         for batch, counts, numbers in zip(batches, is_sample, positions, strict=True):
             weights = torch.from_numpy(counts.astype(np.float32))

@@ -23,6 +23,8 @@ def num_parameters(arch: ViTSettings) -> int:
     """
     d = arch.width
     m = arch.mlp_width
+
+    # A patch embedding is a dense layer on the values of a patch, with a bias.
     patch = arch.patch_values * d + d
     tokens = arch.num_prefix_tokens * d + arch.num_position_rows * d
     last_norm = 2 * d
@@ -79,6 +81,8 @@ def block_multiply_adds(arch: ViTSettings, num_tokens: int | None = None) -> int
     d = arch.width
     a = arch.attention_width
     num_tokens = num_tokens or arch.num_tokens
+
+    # SwiGLU has a matrix of gates beside the two of the MLP.
     num_matrices = 3 if arch.mlp == "swiglu" else 2
     mlp = num_matrices * d * arch.mlp_width
     return num_tokens * (4 * d * a + mlp) + 2 * num_tokens**2 * a

@@ -45,6 +45,7 @@ class InFp32:
     remainders: Mapping[str, torch.Tensor] = {}
 
     def forward(self, features_BX: torch.Tensor) -> torch.Tensor:
+        # Autocast would round the factors to bf16, so it is switched off here.
         device = features_BX.device.type
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):

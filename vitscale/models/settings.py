@@ -229,6 +229,7 @@ class ViTSettings(Architecture):
 
     @property
     def has_class_token(self) -> bool:
+        # A pool of patches needs no class token, but may have one beside them.
         return self.pool not in PATCH_POOLS or bool(self.class_token)
 
     @property
@@ -236,6 +237,7 @@ class ViTSettings(Architecture):
         """True if a class token has a position of its own."""
         if self.class_position is not None:
             return self.class_position
+        # Models with registers, and those with fixed positions, are published without one.
         return self.positions == "learned" and self.num_registers == 0
 
     @property
@@ -413,6 +415,7 @@ class TimmSettings(Architecture):
     """Further arguments of timm.create_model, such as {drop_path_rate: 0.1}."""
 
     def __hash__(self) -> int:
+        # The arguments are a dict, which has no hash of its own.
         return hash(str(self.description()))
 
     @property

@@ -63,6 +63,8 @@ def draw_blend(settings: MixingSettings, key: int, *, image_size: int) -> Blend:
     random = CounterRandom(key)
     mixup = settings.mixup_alpha
     cutmix = settings.cutmix_alpha
+
+    # Drawn in any case, so that the draws after it do not depend on the settings.
     switched = random.uniform() < 0.5
     if mixup is not None and (cutmix is None or not switched):
         share = symmetric_beta(mixup, random)
@@ -86,6 +88,8 @@ def cutmix_box(share: float, random: CounterRandom, *, image_size: int) -> Blend
 
     top, bottom = span()
     left, right = span()
+
+    # The box may have been cut off at the border, so its true area counts.
     area = (bottom - top) * (right - left)
     return Blend(1 - area / image_size**2, (top, left, bottom, right))
 
@@ -106,6 +110,8 @@ def mix_images(images_B3SS: torch.Tensor, blends: list[Blend]) -> torch.Tensor:
         columns_PC = (column_C >= left) & (column_C < right)
         cut_PSS = rows_PR[:, :, None] & columns_PC[:, None, :]
         keep_P11SS = keep_P11SS * ~cut_PSS[:, None, None]
+
+    # The two images of a pair are neighbours in the batch.
     own_P23SS = images_B3SS.float().unflatten(0, (-1, 2))
     # Exact at weights 0 and 1, so CutMix copies pixels unchanged.
     return torch.lerp(own_P23SS.flip(1), own_P23SS, keep_P11SS).flatten(0, 1)

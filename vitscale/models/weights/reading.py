@@ -124,6 +124,8 @@ def _read(path: Path, timm_name: str | None, *, weights: str) -> Weights:
         return replace(source, classes=_classes_beside(path))
     if (path / DESCRIPTION).is_file():
         return _read_exported(path)
+
+    # A folder of timm names its architecture; all others follow transformers.
     config = read_json(path / CONFIG)
     if "architecture" in config:
         return read_timm_folder(path, config, as_timm=timm_name is not None)
@@ -268,6 +270,7 @@ def _read_exported(folder: Path) -> Weights:
             where=str(folder / DESCRIPTION),
             allowed=str(FORMAT_VERSION),
         )
+
     path = file_beside(folder / DESCRIPTION, EXPORTED)
     timm_name = known["model"] if known.get("name") == "timm" else None
     source = _read_file(path, timm_name, weights="model")
@@ -300,6 +303,8 @@ def _square_grid(tensors: names.Tensors, path: Path) -> tuple[int, int]:
         counts = [num_rows - 2]
     elif "cls_token" in tensors:
         counts = [num_rows - 1, num_rows]
+
+    # Positive numbers one apart are never both squares, so the first square decides.
     for num_patches in counts:
         side = math.isqrt(max(0, num_patches))
         if side and side * side == num_patches:
