@@ -82,7 +82,7 @@ class ParquetImages(Source):
                 names = class_label_names(table.schema_arrow, label)
             if SPLIT_COLUMN in table.schema_arrow.names and not self.settings.splits:
                 columns.append(SPLIT_COLUMN)
-            # In batches, since a table of images may be larger than memory.
+            # A table of images may be larger than memory, so it is read in batches.
             for batch in _batches(table, columns, path=self.root / container.path):
                 for row in batch.to_pylist():
                     image = row[self.settings.image_column]

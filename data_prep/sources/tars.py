@@ -245,7 +245,7 @@ class WebDataset(Source):
         except TarDefect as error:
             defect = error
 
-        # What was read before the damage counts.
+        # Samples before the damage count.
         if sample:
             yield from self._sample(file, key, sample)
         if defect is not None:

@@ -33,7 +33,7 @@ TRAIN = "train"
 CLASSES_SHOWN = 10
 WHOLE = re.compile(r"0|[1-9][0-9]*")
 NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
-# What a number can be written with: blanks, commas and brackets of lists, marks of Windows, NUL.
+# Numbers can be written with blanks, commas and brackets of lists, marks of Windows, and NUL.
 AROUND_NUMBERS = re.compile(r"[\s,;()\[\]\0\ufeff]+")
 
 

@@ -40,7 +40,7 @@ ROWS = "rows.arrow"
 REJECTED = "rejected.arrow"
 # Images converted to estimate how much smaller re-encoding makes them.
 RATIO_IMAGES = 256
-# What writing a shard needs of its rows.
+# Columns of the rows that writing a shard needs.
 PLANNED = (
     "path",
     "class",

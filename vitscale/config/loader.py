@@ -480,7 +480,7 @@ def load_run(
 
         card = _card(path)
         if overrides:
-            # Of this run the file's card knows neither data and length nor the result.
+            # The file's card knows neither data and length nor the result of this run.
             stage = vars(run).get("stage", "launch").replace("data_prep", "launch")
             card = f"Command: vitscale {stage} {shlex.join(words)}\n{OF_FILE.sub('', card)}"
 

@@ -21,9 +21,9 @@ PROJECT_ROOT = INSIDE if IS_WHEEL else PACKAGE.parent
 CONFIGS = PROJECT_ROOT / "configs"
 # Written by docs/settings_page.py.
 COMPLETED_KEYS = PACKAGE / "config/completed_keys.txt"
-# What jobs run; changes elsewhere in the checkout do not count.
+# Jobs run these; changes elsewhere in the checkout do not count.
 CODE_FOLDERS = ("configs", "data_prep", "finetune", "launch", "pretrain", "vitscale")
-# In the root of a snapshot, which lies in a run folder that may be inside a checkout.
+# It is in the root of a snapshot, whose run folder may be inside a checkout.
 RECORD_NAME = "source.json"
 TIMEOUT_S = 30
 

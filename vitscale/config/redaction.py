@@ -56,7 +56,7 @@ _NO_SECRET = r"[\"']?(?:[\s$]|$)|\*\*\*|[\w.]*[(\[{]|(?:true|false|none|null)\b"
 SECRET_ASSIGNMENT = re.compile(
     rf"(?i)(?P<name>{_NAME})=(?!{_NO_SECRET})(?:\"[^\"]*\"|'[^']*'|[^\s\"'&]+)"
 )
-# In YAML, with the sign of a line in a patch, also as an item of a list, or on the next line.
+# A line of YAML, with the sign of a line in a patch; also an item of a list, or the next line.
 _SECRET_LINE = (
     rf"(?im)(?P<key>{_START}(?:-[ \t]+)?[\"']?[\w-]*{_NAME}{_MANY}[\"']?:[ \t]+)"
     r"(?:[|>][+-]?[ \t]*\n.*|(?![(\[{][ \t]*$)\S.*)$"
@@ -67,7 +67,7 @@ _SECRET_ITEM = (
 )
 # NAME = text without quotes, of letters and digits, as in INI files; no call, no attribute.
 _SECRET_BARE = rf"(?i)(?P<key>{_WORD}[ \t]+=[ \t]+)(?=\S*\d)(?=\S*[a-z])[\w+/-]{{8,}}=*(?![\w(.\[])"
-# Of commands, of .netrc and of XML: the next word.
+# The next word is the secret in commands, in .netrc and in XML.
 _BEFORE_SECRET = (
     rf"(?<![\w-])--(?=\w)[\w-]{{0,60}}?{_WORD}[ \t]+",  # --token abc
     r"(?<![\w-])(?:-u|--user)[ \t=]+[\w.@-]+:",  # curl -u me:abc

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from vitscale.config.errors import nearest
 
-# What separates the words of a name, and characters that show as nothing: marks of byte order
-# and direction, NUL.
+# Characters that separate the words of a name, and those that show as nothing: marks of byte
+# order and direction, NUL.
 BETWEEN_WORDS = re.compile(r"[\s_-]+")
 INVISIBLE = re.compile(r"[\0\u00ad\u200b-\u200f\u2060\ufeff]")
 

@@ -14,7 +14,7 @@ from vitscale.config.section import Section
 from vitscale.data.remote import Url, location_of
 from vitscale.images.settings import AugmentSettings
 
-# Of tars without an index these choose nothing; data_prep/index_shards.py makes one.
+# These choose nothing of tars without an index; data_prep/index_shards.py makes one.
 NEEDS_INDEX = (
     "first_percent",
     "only_classes",

@@ -21,7 +21,7 @@ OF_TRAIN = re.compile("train|trn|(image|label|mask)s?_?tr$", re.I)
 OF_OTHERS = re.compile("val|dev|te?st|hold|(image|label|mask)s?_?ts$", re.I)
 # Folders of pictures and of their annotations are no classes either.
 OF_PARTS = re.compile("(image|label|mask)s?_?(tr|ts|val|train|test)", re.I)
-# In the name of a file, a word like trainval, testset or testA. Not valley, contest or developer.
+# A word such as trainval, testset or testA in a file's name, but not valley, contest, developer.
 WORD_OF_SPLIT = re.compile(
     rf"[a-z]*train[a-z]*|({'|'.join(SPLIT_OF_NAME)}|trn|tst)(sets?|s|data|images?|[a-z])?"
 )

@@ -32,7 +32,7 @@ MAX_HEADER_BYTES = 1 << 20
 # has at most 255 bytes.
 TOO_MANY_DIGITS = re.compile(rb"[0-9]{256}")
 ZEROS_AT_A_TIME = 1 << 20
-# What tarfile raises for headers that are no headers, besides its own errors.
+# Errors that tarfile raises for headers that are no headers, besides its own.
 DAMAGE = (
     tarfile.TarError,
     ArithmeticError,

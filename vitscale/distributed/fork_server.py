@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # Else files of the current folder would hide modules.
+    # Otherwise files of the current folder would hide modules.
     "PYTHONSAFEPATH": "1",
 }
 PR_SET_PDEATHSIG = 1

@@ -26,8 +26,8 @@ from vitscale.distributed.atomic_files import open_log
 
 # As in the batch script; below what a socket without a port of its own gets.
 PORTS = range(20_000, 32_000)
-# What launchers set for each rank, and login shells for all jobs. Where no launcher started this
-# process they belong to another job: its address, or a network that is not here.
+# Launchers set these for each rank, and login shells for all jobs. Where no launcher started
+# this process they belong to another job: its address, or a network that is not here.
 LAUNCHER_VARIABLES = """
 WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE LOCAL_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME
 NCCL_SOCKET_IFNAME NCCL_COMM_ID
@@ -153,7 +153,7 @@ def quick_imports() -> Iterator[None]:
         # No thread may be left where a server of workers is forked.
         late.cancel()
         late.join()
-        # What was imported stays, so no later search needs to look at it.
+        # Imported modules stay, so no later search needs to look at them.
         gc.freeze()
         gc.enable()
 
@@ -252,6 +252,6 @@ def _end() -> None:
     atexit.unregister(_end)
     # First: handlers wait for children, multiprocessing's without a limit.
     kill_children()
-    # In the order that multiprocessing uses for its children.
+    # This is the order that multiprocessing uses for its children.
     atexit._run_exitfuncs()
     end_now(_exit_code)

@@ -103,8 +103,8 @@ class Watchdog:
         self._reached = (0, "starting")
         self._num_beats = self._unanswered = 0
         self._has_lost = self._is_failing = self._is_store_lost = False
-        # What the first ranks know: the last heartbeat of each rank and, in periods, how long it is
-        # the last, and how long no rank made progress.
+        # The first ranks know the last heartbeat of each rank and, in periods, how long it has been
+        # the last one, and how long no rank made progress.
         self._beats: list[Beat] = []
         self._silent = [0] * world.world_size
         self._stalled = 0
@@ -141,7 +141,7 @@ class Watchdog:
         if self._is_failing and self.world.is_first:
             self._end.wait(READ * self.period_s)
         self._end.set()
-        # Not for ever, since the store does not answer while rank 0 is stopped.
+        # The wait has a limit, since the store does not answer while rank 0 is stopped.
         self._threads[0].join(timeout=SEND_S)
 
     @contextmanager

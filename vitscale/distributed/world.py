@@ -48,7 +48,7 @@ INIT_TIMEOUT_MIN = 30.0
 TELL_S = 20.0
 HERE = "vitscale/here"
 LEFT = "vitscale/left"
-# What each rank says of its device, and which rank is unlike the others.
+# Keys for the word of each rank about its device, and for the rank that is unlike the others.
 DEVICE = "vitscale/device"
 ODD_RANK = "vitscale/odd rank"
 # The words of a rank that has a device; another one says why it has none.
@@ -56,8 +56,8 @@ DEVICE_TYPES = ("cpu", "cuda")
 # The group of the threads that save, see `control_group`.
 SAVES = "saves"
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
-# Of a planned end: how long ranks may take until all have left. With the seconds that a launcher
-# waits before it kills a rank that was stopped, well below 20 s.
+# How long ranks may take at a planned end until all have left. With the seconds that a launcher
+# waits before it kills a stopped rank, this must stay well below 20 s.
 LEAVE_S = 10.0
 
 
@@ -281,7 +281,7 @@ def odd_rank(words: Sequence[str]) -> int | None:
             return without[0]
         return None
     counts = Counter(words)
-    # Of equally many on each, those without a GPU are odd: cpu comes before cuda.
+    # If both are equally many, those without a GPU are odd: cpu comes before cuda.
     rarest = min(counts, key=lambda word: (counts[word], word))
     if len(counts) > 1:
         return words.index(rarest)
@@ -382,7 +382,7 @@ def process_group(
         _leave(store, world, exit_code=code)
         raise
     except BaseException:
-        # Of several ranks, others may be in a collective, for which NCCL's end would wait.
+        # Other ranks may be in a collective, for which NCCL's end would wait.
         if world.world_size == 1:
             dist.destroy_process_group()
         raise

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# Of `data.loader`, a package beside this one: anything with its `to` and `keep_for`.
+# A batch of `data.loader`, a package beside this one: anything with its `to` and `keep_for`.
 Batch = Any
 
 

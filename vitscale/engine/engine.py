@@ -290,7 +290,7 @@ class Engine:
                 owned[f"model.{name}"] = buffer.float()
         for name, values in self._frozen_values.items():
             owned[f"model.{name}"] = values
-            # What never changes is its own average.
+            # A value that never changes is its own average.
             if self._ema is not None:
                 owned[f"{AVERAGE}.{name}"] = values
         return owned

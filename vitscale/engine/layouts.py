@@ -244,7 +244,7 @@ class FlatLayout(OwnLayout):
             is_last=engine.is_gradient_accumulation_boundary,
         )
 
-        # What this rank updates: its slice of each group, and the gradients of that slice.
+        # This rank updates its slice of each group, by the gradients of that slice.
         self._slice_sizes = [size // world.world_size for size in sizes]
         self._slices = [
             flat.narrow(0, world.rank * size, size)

@@ -21,7 +21,7 @@ RAW_VALUES = (
     "wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
 ).split()
 RAW_KEYS = (*RAW_GROUPS, *RAW_VALUES)
-# What of these is read at ZeRO 0 and 1, where gradients and optimiser states are ours.
+# Those that are read at ZeRO 0 and 1, where gradients and optimiser states are ours.
 OWN_KEYS = (
     "communication_data_type dump_state flops_profiler memory_breakdown steps_per_print "
     "torch_autocast wall_clock_breakdown zero_optimization.reduce_bucket_size"

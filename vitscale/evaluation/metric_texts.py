@@ -34,7 +34,7 @@ TITLES = dict(
 SHARES = ("top1", "top5", "accuracy", "ece", "data_wait", "mfu")
 # Those of them that count right images, so that chance has a known size.
 COUNTED = ("val/top1", "val/knn_top1", "val/linear_top1", "val/top5")
-# In the tag that names the evaluated images.
+# Their number in the tag that names the evaluated images.
 NUM_IMAGES = re.compile(r", ([\d,]+) images")
 
 

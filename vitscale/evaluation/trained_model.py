@@ -44,7 +44,7 @@ from vitscale.optim.settings import EmaSettings
 
 # Images of a GPU. Estimated for L/16 on an H200: 30 s of compilation save 0.08 of 0.33 ms an image.
 COMPILED_FROM = 400_000
-# What weights expect of images, as keys of `data`.
+# These keys of `data` say what weights expect of images.
 PIXELS = ("mean", "std", *PREPROCESSING)
 
 

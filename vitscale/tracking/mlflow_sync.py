@@ -396,7 +396,7 @@ class MlflowRun(RunReader):
             if key.startswith(VITALS_PREFIX):
                 continue
             history = self.client.get_metric_history(self.run_id, key)
-            # Of two points at a step the later one counts.
+            # The later of two points at a step counts.
             for point in sorted(history, key=lambda point: point.timestamp):
                 lost[key, point.step] = point.value
         return lost
@@ -619,7 +619,7 @@ def stored_runs(uri: str, query: str, *, limit: int) -> Iterator[tuple[Any, list
             if not key.startswith(SYSTEM_PREFIX):
                 points += client.get_metric_history(run.info.run_id, key)
 
-        # Of two points at a step the later one counts.
+        # The later of two points at a step counts.
         rows: dict[int, Row] = {}
         for point in sorted(points, key=lambda point: (point.step, point.timestamp)):
             new_row = Row(step=point.step, time=point.timestamp / 1000, metrics={})

@@ -55,7 +55,7 @@ def tracking_problems(tracking: TrackingSettings) -> Iterator[tuple[str, str]]:
         yield "tracking.experiment", f"{shorten(repr(tracking.experiment))} {what}"
 
     for name in tracking.tags:
-        # Not in the key: the name may have dots and line breaks.
+        # The name is not put into the key, since it may have dots and line breaks.
         shown = shorten(repr(name))
         if not is_store_name(name):
             yield (

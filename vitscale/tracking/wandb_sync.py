@@ -21,7 +21,7 @@ from vitscale.tracking.mlflow_sync import RunReader, Status
 
 # Unless the user has set them: no reports of errors to others, and no questions to a terminal.
 ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
-# What W&B collects itself may have secrets: arguments, edits, the address of the remote, output.
+# W&B's own collections may have secrets: arguments, edits, the remote's address, output.
 OFF = (
     "disable_git",
     "disable_code",

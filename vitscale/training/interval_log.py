@@ -338,8 +338,8 @@ class IntervalLog:
         self._start_step = start_step
         self._clock = _Clock()
         self._paced_from = (self._clock.start, start_step)
-        # Of the first step, which starts workers and compiles: it counts for the throughput only
-        # where its interval has no other step.
+        # The clock of the first step, which starts workers and compiles: it counts for the throughput
+        # only where its interval has no other step.
         self._first: _Clock | None = None
 
     def add_batch(self, batch: Batch) -> None:
@@ -361,7 +361,7 @@ class IntervalLog:
     @contextmanager
     def not_counting(self) -> Iterator[None]:
         """Leave the time of the block, which trains nothing, out of the rates."""
-        # What was trained before it counts until the device has done it.
+        # The training before it counts until the device has done it.
         self._wait_for_device()
         start = time.perf_counter()
         yield

@@ -339,7 +339,7 @@ class TrainingSession:
         folder = self.folder
         is_first = self.world.is_first
 
-        # What later commands read: settings, and the names of the classes.
+        # Later commands read the settings, and the names of the classes.
         card = f"{run.card}\nRun: {run.stage} {facts}".strip()
         if is_first:
             described = run.model_copy(update={"card": card})
@@ -853,7 +853,7 @@ def check_resumable(
         if before == now:
             continue
 
-        # Of an architecture only the entries that differ are shown.
+        # Only the entries of an architecture that differ are shown.
         if isinstance(before, dict) and isinstance(now, dict):
             names = [name for name in before | now if before.get(name) != now.get(name)]
             before = {name: before.get(name) for name in names}

@@ -117,7 +117,7 @@ def joined(weights: Mapping[str, torch.Tensor]) -> Tensors:
         pattern = re.compile(rf"({where})\.{parts[0]}\.(weight|bias)")
         for match in filter(None, map(pattern.fullmatch, weights)):
             names = [f"{match[1]}.{part}.{match[2]}" for part in parts]
-            # Else the table of misfits lists them, one by one.
+            # Otherwise the table of misfits lists them, one by one.
             shapes = {weights[name].shape for name in names if name in weights}
             if all(name in weights for name in names) and len(shapes) == 1:
                 tensors = [whole.pop(name) for name in names]
