@@ -42,7 +42,7 @@ def likeness(left: bytes, right: bytes) -> float:
     other = grey_picture(right, side=SIDE_PX)
     if one is None or other is None:
         return 0.0
-    # Enlarging the smaller picture would invent detail that the other one has.
+    # The smaller picture has no finer detail that could be compared.
     side = max(MIN_SIDE_PX, min(SIDE_PX, one.short_side, other.short_side))
     a = _reduced(one.pixels, side)
     b = _reduced(other.pixels, side)

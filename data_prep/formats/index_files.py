@@ -97,7 +97,7 @@ def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
 
 def info_of(manifest: Manifest) -> dict[str, Any]:
     """`_info.json` in the form timm's WebDataset reader takes."""
-    # timm opens the tars by these paths, wherever it is started.
+    # timm opens the tars by these paths: names beside this file, or the place of other tars.
     root = location_of(manifest.shards_root)
     info = {
         name: {
@@ -202,7 +202,7 @@ def tar_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[Pa
     """Return the tars that an index names. Raises UserError for one that the manifest lacks."""
     root = folder_of_tars(folder, manifest)
     known = {shard.name for shard in shards_of(manifest)}
-    # A name from elsewhere would lead outside of the folder.
+    # A name from elsewhere could lead out of the folder.
     for name in (name for name in names if name not in known):
         raise UserError(
             f"names the tar {name!r}, which {MANIFEST_NAME} does not have",

@@ -275,7 +275,7 @@ def split_member_name(name: str) -> tuple[str, str] | None:
     """
     folder, slash, base = name.rpartition("/")
     stem, dot, suffix = base.partition(".")
-    # Names such as `__index__` are of the writer.
+    # Names such as `__index__` belong to the writer.
     is_reserved = name.startswith("__") and name.endswith("__") and not slash
     if not stem or not dot or is_reserved:
         return None

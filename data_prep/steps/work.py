@@ -575,7 +575,7 @@ def _store_failure(work: WorkFolder, error: UserError) -> None:
     if work.failure() is None:
         write_json(work.path / FAILED_NAME, {"job": _array_job(), "text": error.text()})
         for name in ("spool", "tars"):
-            # The list stays: it says what the error is about.
+            # Only these are large; the next command starts over without them.
             shutil.rmtree(work.path / name, ignore_errors=True)
 
 

@@ -449,7 +449,7 @@ def load_run(
         except UserError as error:
             raise UserErrors([*problems, error]) from None
 
-    # Rivals are found before the layers are merged, which would show a conflict instead.
+    # A rival in a file gives way before the run is validated, which would find a conflict.
     merged = reduce(merge, [*files, given])
     settled: list[str] = []
     for key, rival in RIVALS.items():
@@ -464,8 +464,8 @@ def load_run(
     try:
         run_type = _choose_type(run_types, merged)
         site = read_site(errors=problems) if with_site else NOTHING
-        known = {k: v for k, v in site.values.items() if k in run_type.model_fields}
         # Keys that this stage lacks may stand in a site file, which serves all stages.
+        known = {k: v for k, v in site.values.items() if k in run_type.model_fields}
         layers = [Source(known, site.places), *files, given]
         # The tree tells groups of a choice apart; to make it takes as long as all else here.
         names = (path for layer in layers for path in layer.places if len(path) > 1)

@@ -355,7 +355,7 @@ class RemoteFile:
                 self.folder, SPACE
             ):  # a process that counts files would miss this one
                 os.rename(part, self.local)
-        # KeyboardInterrupt, too: a part without a fetching process would occupy its space for long.
+        # KeyboardInterrupt, too: a part without its process would hold space until it is abandoned.
         except BaseException:
             part.unlink(missing_ok=True)
             raise

@@ -79,7 +79,7 @@ def members(
     while position is not None:
         mark = yield from _one_archive(file, position, end)
 
-        # A second archive that has not even a header is not an archive.
+        # Bytes behind an end mark that begin with no header are no second archive.
         if mark == position > start:
             raise TarDefect("the bytes behind its end mark are no tar")
         file.seek(mark)

@@ -354,7 +354,7 @@ class Watchdog:
         doing = ", ".join(sorted({present[rank].doing for rank in late}))
         kind = FailureKind.HANG
         what = f"has kept the others waiting for {self.late_s:.0f} s ({doing})"
-        # Storage that hangs stops all its users, and blames whichever rank comes to it first.
+        # Storage that hangs is the cause, whichever rank comes to wait for it first.
         if self.folder is not None and not _returns(os.path.exists, self.folder):
             kind = FailureKind.STORAGE
             what += f"; the storage of {self.folder} does not answer"

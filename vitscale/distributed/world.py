@@ -235,7 +235,7 @@ def _join(
 
     raised = odd or problem
     if raised is not None:
-        # All ranks have read the answer before rank 0 takes the store away.
+        # Rank 0 keeps the store until all ranks have read the answer.
         _leave_store(store, world)
         raise raised
     return device, store
@@ -324,7 +324,7 @@ def _rendezvous(world: World, *, word: str, timeout_s: float) -> dist.TCPStore:
     except RuntimeError as error:
         missing = "rank 0 names the missing"
         if world.is_first:
-            # Only the store's owner can tell who is missing; others would ask it all at once.
+            # Rank 0 alone looks for the missing ranks: all ranks would send O(N^2) requests.
             ranks = map(str, range(world.world_size))
             absent = [rank for rank in ranks if not store.check([f"{HERE}/{rank}"])]
             missing = f"missing: {', '.join(absent)}"

@@ -338,8 +338,8 @@ class IntervalLog:
         self._start_step = start_step
         self._clock = _Clock()
         self._paced_from = (self._clock.start, start_step)
-        # The clock of the first step, which starts workers and compiles: it counts for the throughput
-        # only where its interval has no other step.
+        # The clock of the first step, which starts workers and compiles. It counts for the
+        # throughput only where its interval has no other step.
         self._first: _Clock | None = None
 
     def add_batch(self, batch: Batch) -> None:

@@ -569,7 +569,7 @@ class TrainingSession:
     def _save(self, done: int, score: Score | None) -> None:
         """Start saving everything that the next step depends on; committed in the background."""
         self.watchdog.mark("saving")
-        # The save before this one must be done, since there is one copy in host memory.
+        # The save before this one comes to its end first; if it fails, that is only a warning.
         self._report(self.store.wait(say=self.log.say))
         self.store.save(
             self.engine.export_state(),
