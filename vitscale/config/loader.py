@@ -206,9 +206,9 @@ def read_yaml(text: str, *, name: str) -> Source:
 
 
 def _place(name: str, mark: yaml.Mark | None) -> str:
+    # A value of the command line has no lines.
     if name.startswith(COMMAND_LINE):
         return name
-    # A value of the command line has no lines.
     return f"{name}:{mark.line + 1 if mark else 1}"
 
 

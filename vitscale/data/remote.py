@@ -355,8 +355,8 @@ class RemoteFile:
                 self.folder, SPACE
             ):  # a process that counts files would miss this one
                 os.rename(part, self.local)
-        # KeyboardInterrupt, too: a part without its process would hold space until it is abandoned.
         except BaseException:
+            # Also after Ctrl-C: a part without its process holds space until it is abandoned.
             part.unlink(missing_ok=True)
             raise
 

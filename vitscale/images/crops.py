@@ -440,8 +440,8 @@ class RegionDecoder(Decoder):
             out = torch.empty((3, *request.shape), dtype=torch.uint8)
         try:
             decode_region(data, request, out.numpy(), allow_avx2=self.allow_avx2)
-        # Pillow decides what is wrong with it, so that all decoders report the same.
         except (ValueError, OverflowError):
+            # Pillow decides what is wrong with it, so that all decoders report the same.
             return super().crop(data, request, out=out)
         return out
 

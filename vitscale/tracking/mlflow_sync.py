@@ -199,8 +199,8 @@ def _find(client: MlflowClient, query: str, *, limit: int) -> list[Any]:
         runs += client.search_runs(
             experiments, query, max_results=limit, order_by=newest
         )
+    # Each page of experiments is sorted by itself, so all pages are sorted together again.
     runs.sort(key=lambda run: run.info.start_time or 0, reverse=True)
-    # A page of experiments is sorted by itself, so all pages are sorted again.
     return runs[:limit]
 
 
@@ -593,8 +593,8 @@ def upload(
             artifacts.log_artifact(str(path), place)
         if files:
             say(f"uploaded to MLflow run {printable(run.run_id)}")
-    # Files stay on disk, so a server that is down costs nothing.
     except Exception as error:
+        # The files stay on disk, so a server that is down costs nothing.
         say(f"warning: not uploaded to MLflow ({short_reason(error)})")
 
 
