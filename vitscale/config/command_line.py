@@ -214,7 +214,9 @@ def settings_reference(run_types: Mapping[str, type[Run]]) -> Reference:
             text = _text(node)
             if key == "stage":
                 text = f"{_text(tree_of(run_type))} {text}"
-            group = key.partition(".")[0] if "." in key or groups_of(node) else ""
+            group = ""
+            if "." in key or groups_of(node):
+                group = key.partition(".")[0]
             stages, names = users.setdefault(
                 (group, Entry(key, _facts(node), text)), ({}, {})
             )
@@ -254,7 +256,9 @@ def _facts(node: Node) -> str:
     default = default_name(node)
     if default is None and "default" in node:
         default = yaml_flow(node["default"])
-    status = "required" if default is None else f"default {default}"
+    status = "required"
+    if default is not None:
+        status = f"default {default}"
     return f"{describe(node)}; {status}"
 
 

@@ -284,7 +284,9 @@ def run_script(main: Callable[[], None], *, is_rank: bool = False) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         main()
     except UserError as error:
-        rank = os.environ.get("RANK", "0") if is_rank else "0"
+        rank = "0"
+        if is_rank:
+            rank = os.environ.get("RANK", "0")
         # A launcher kills the other ranks once the first one has ended.
         if rank != "0" and not isinstance(error, RankError):
             time.sleep(FIRST_RANK_S)
@@ -317,5 +319,7 @@ def _report(error: UserError, *, rank: str) -> str:
 
     num = len(error.errors) if isinstance(error, UserErrors) else 1
     heading = "error" if num == 1 else f"{num} errors"
-    of_rank = "" if rank == "0" else f" of rank {rank}"
+    of_rank = ""
+    if rank != "0":
+        of_rank = f" of rank {rank}"
     return f"{heading}{of_rank}:\n{error.text()}"

@@ -183,7 +183,9 @@ def read_yaml(text: str, *, name: str) -> Source:
                     next_step="keep one of the two",
                 )
 
-            text = value_node.value if isinstance(value_node, yaml.ScalarNode) else None
+            text = None
+            if isinstance(value_node, yaml.ScalarNode):
+                text = value_node.value
             places[inner] = Place(place, text)
             values[key] = value_of(value_node, inner)
         if is_group:
@@ -199,7 +201,9 @@ def read_yaml(text: str, *, name: str) -> Source:
         if isinstance(error, yaml.MarkedYAMLError):
             what = " ".join(filter(None, (error.context, error.problem)))
             mark = error.problem_mark or error.context_mark
-        step = "indent with blanks" if r"\t" in what else None
+        step = None
+        if r"\t" in what:
+            step = "indent with blanks"
         what = f"not readable as YAML: {what}"
         raise UserError(what, where=_place(name, mark), next_step=step) from None
     return Source(None if node is None else value_of(node, ()), places)
@@ -266,7 +270,9 @@ def _read_file(path: str, *, where: str | None) -> Source:
         # Files beside it, and packaged configurations, show a misspelt name.
         files = glob.glob(os.path.join(os.path.dirname(path), "*.y*ml"))
         step = did_you_mean(name, sorted(map(shown_path, files)), similar_configs(path))
-        what = "file" if path.endswith(("yaml", "yml")) else "configuration"
+        what = "configuration"
+        if path.endswith(("yaml", "yml")):
+            what = "file"
         what = f"there is no {what} {name}"
         raise UserError(what, where=where, next_step=step) from None
     except OSError as error:
@@ -390,7 +396,9 @@ def _merged(under: Any, over: Any, group: Node | None) -> Any:
         inherited = under.get(key)
         new = None
 
-        node = group["properties"].get(key) if group is not None else None
+        node = None
+        if group is not None:
+            node = group["properties"].get(key)
         if node is not None and not is_list(node) and isinstance(inherited, dict):
             # Only two groups of the same choice can differ in what they allow.
             former = chosen(node, inherited)
@@ -469,7 +477,9 @@ def load_run(
         layers = [Source(known, site.places), *files, given]
         # The tree tells groups of a choice apart; to make it takes as long as all else here.
         names = (path for layer in layers for path in layer.places if len(path) > 1)
-        tree = tree_of(run_type) if any(path[-1] == NAME for path in names) else None
+        tree = None
+        if any(path[-1] == NAME for path in names):
+            tree = tree_of(run_type)
         merged = reduce(partial(merge, group=tree), layers)
         merged = Source(_with_home(merged.values), merged.places)
         run = run_type.model_validate(merged.values)

@@ -212,7 +212,9 @@ class Watchdog:
         """what: happened to these ranks, of which the first is named."""
         rank = ranks[0]
         node = self._node(rank)
-        more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
+        more = ""
+        if len(ranks) > 1:
+            more = f" (and {len(ranks) - 1} more)"
         return Failure(
             kind=kind,
             what=f"rank {rank} on {node}{more} {what}",
@@ -409,7 +411,9 @@ def collectives_begun() -> int:
 def kind_and_text(error: BaseException) -> tuple[FailureKind, str]:
     """The kind of an error, and its first line."""
     if isinstance(error, UserError):
-        where = f"{error.where}: " if error.where else ""
+        where = ""
+        if error.where:
+            where = f"{error.where}: "
         return error.kind, where + error.what.splitlines()[0]
 
     kind = FailureKind.OTHER
