@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from vitscale.config.changes import changed_settings
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml, shorten
 from vitscale.config.outside import csv_cell
+from vitscale.config.redaction import short_reason
 from vitscale.data.index import SplitIndex
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set, open_val_split
@@ -32,13 +34,18 @@ from vitscale.distributed.world import World, errors_on_all_ranks, gather_object
 from vitscale.evaluation.evaluation import FILES, Share, Subject, results
 from vitscale.evaluation.linear_heads import LinearHeads
 from vitscale.evaluation.registry import EVALUATIONS
-from vitscale.evaluation.trained_model import TrainedModel, open_model
+from vitscale.evaluation.trained_model import SourceRun, TrainedModel, open_model
+from vitscale.tracking.journal import JOURNAL_NAME, read_rows
+from vitscale.tracking.mlflow_sync import MlflowRun, read_record
+from vitscale.tracking.settings import sqlite_path
 from vitscale.tracking.tracker import Tracker
 
 # A metric of an evaluation: image_size, evaluation, metric, value, and of a share of images the
 # bounds of its 95 % interval (low, high) and their number (images), else None.
 Row = dict[str, Any]
 RESULTS = "results.json"
+# Of MLflow: the run of the training, of its evaluations.
+PARENT_TAG = "mlflow.parentRunId"
 # Below the folder of results; the folder of an earlier evaluation is removed.
 PROBED = f"{FILES}/linear_model"
 HEADINGS = ("image size", "evaluation", "metric", "value", "95 % interval", "images")
@@ -135,6 +142,9 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
             for evaluation in evaluations:
                 if isinstance(evaluation, LinearHeads):
                     write_probed_model(folder / PROBED, model, evaluation, subject)
+    # The tracker has sent the points, and its run is there.
+    if world.is_first and model.run is not None:
+        log_model(run, model.run)
     if (folder / PROBED).is_dir():
         say(f"\nthe model with its linear head: init={folder / PROBED}")
     say(f"\n{table(rows)}\n\nresults: {folder / RESULTS}, .csv, .md")
@@ -252,6 +262,42 @@ def open_tracker(run: EvaluateRun, model: TrainedModel, world: World) -> Tracker
             is_writer=world.is_first,
             origin=None if model.run is None else str(model.run.folder),
         )
+
+
+def log_model(run: EvaluateRun, source: SourceRun) -> None:
+    """Record an evaluated checkpoint as a model of MLflow with the metrics of this evaluation.
+
+    A failure is a warning, since the results are on disk.
+    """
+    folder = Path(run.folder)
+    record = read_record(folder)
+    # Jobs of a cluster cannot share a database in a file.
+    is_job = "SLURM_JOB_ID" in os.environ
+    if record is None or record.uri is None or (is_job and sqlite_path(record.uri)):
+        return
+    try:
+        tracked = MlflowRun(folder, record.uri, say=print)
+        stored = tracked.client.get_run(tracked.run_id)
+        logged = tracked.client.create_logged_model(
+            stored.info.experiment_id,
+            # Its names have no dots.
+            f"{run.name}-{source.checkpoint.step}".replace(".", "-"),
+            source_run_id=stored.data.tags.get(PARENT_TAG, tracked.run_id),
+            tags={"vitscale.checkpoint": str(source.checkpoint.folder)},
+        )
+
+        # The run has the same points already, which MLflow does not repeat.
+        from mlflow.entities import Metric
+
+        for row, _ in read_rows(folder / JOURNAL_NAME):
+            metrics = [
+                Metric(key, value, int(row.time * 1000), row.step, logged.model_id)
+                for key, value in row.metrics.items()
+            ]
+            tracked.client.log_batch(tracked.run_id, metrics)
+        tracked.client.finalize_logged_model(logged.model_id, "READY")
+    except Exception as error:
+        print(f"warning: no model was recorded in MLflow ({short_reason(error)})")
 
 
 def write_probed_model(

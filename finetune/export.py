@@ -1,6 +1,6 @@
 """Export a trained model to a folder that another library loads.
 
-python finetune/export.py init=runs/demo-finetune --to timm exported/demo
+python finetune/export.py init=runs/demo-finetune --to timm exported/demo [--dry-run]
 python finetune/export.py init=runs/demo-finetune --to timm --push OWNER/NAME exported/demo
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 try:
-    from finetune.settings import ExportRun, check_paths
+    from finetune.settings import DRY_RUN, ExportRun, check_paths
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import run_script
     from vitscale.distributed.processes import quick_imports
@@ -18,12 +18,12 @@ except ModuleNotFoundError as error:
     raise SystemExit(2) from None
 
 
-def export(run: ExportRun) -> None:
+def export(run: ExportRun, *, is_dry_run: bool) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
     with quick_imports():
         from pathlib import Path
 
-        from finetune.exporting.folder import check_export, write_folder
+        from finetune.exporting.folder import check_export, format_for, write_folder
         from vitscale.config.errors import UserError
         from vitscale.evaluation.trained_model import open_model
         from vitscale.tracking.mlflow_sync import read_record, upload
@@ -43,6 +43,10 @@ def export(run: ExportRun) -> None:
             allowed="a run that was started with a tracking.uri",
             next_step="export without mlflow=true",
         )
+    if is_dry_run:
+        format_for(run, model)
+        print(f"dry run: {model.source} would be written to {run.output} for {run.to}")
+        return
     for line in write_folder(run, model):
         print(line)
     # Last, so that a server that does not answer cannot cost the export.
@@ -62,11 +66,13 @@ def main() -> None:
         program="vitscale export",
         description="Export a trained model to a folder that another library loads.",
         needs_config=False,
+        switches=DRY_RUN,
         options={"--to": "to", "--push": "push"},
         words_key="output",
     )
-    check_paths(command.run.init)
-    export(command.run)
+    run = command.run
+    check_paths(run.init, output=run.output)
+    export(run, is_dry_run="--dry-run" in command.switches)
 
 
 if __name__ == "__main__":

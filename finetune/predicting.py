@@ -63,6 +63,25 @@ def find_inputs(run: PredictRun) -> Images:
     return images
 
 
+def check_head(model: TrainedModel) -> None:
+    """Raise UserError for a model that predicts no classes."""
+    if model.num_classes == 0:
+        raise UserError(
+            "this model has no head, so it predicts no classes",
+            where=model.source,
+            next_step="fine-tune it with vitscale finetune, and give that run",
+        )
+
+
+def planned(run: PredictRun, images: Images) -> Iterator[str]:
+    """What `predict_images` would read and write, as lines to print."""
+    yield (
+        f"dry run: would predict {images.total:,} images, the first {images.names([0])[0]!r}, and "
+        f"leave out {images.num_left_out:,} other files"
+    )
+    yield f"the table: {run.output or 'on the screen'}"
+
+
 def predict_images(
     run: PredictRun, model: TrainedModel, images: Images, world: World
 ) -> Iterator[str]:
@@ -71,12 +90,6 @@ def predict_images(
     Raises UserError on every rank if one of them fails; then there is no file. Also after the last
     line, if images could not be read: a script must not take the table for a whole one.
     """
-    if model.num_classes == 0:
-        raise UserError(
-            "this model has no head, so it predicts no classes",
-            where=model.source,
-            next_step="fine-tune it with vitscale finetune, and give that run",
-        )
     # A model of two classes has no five most probable ones.
     top = min(run.top, model.num_classes)
     names, no_accuracy = output_names(model, images)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +35,10 @@ PICTURES = {
     "position_similarity": False,
     "attention_distance": True,
     "attention_rollout": True,
+}
+# What the commands that write something new add to their switches.
+DRY_RUN = {
+    "--dry-run": "open model and inputs, and show what would be written; write nothing"
 }
 # mypy cannot follow a type that is built from a dict.
 if TYPE_CHECKING:
@@ -205,8 +210,13 @@ class EvaluateRun(ModelRun):
         yield from launch_problems(self.launch)
 
 
-def check_paths(init: str, images: Sequence[str] = ()) -> None:
-    """Raise UserError for a model and images that are not there: before torch is imported."""
+def check_paths(
+    init: str, images: Sequence[str] = (), *, output: str | None = None
+) -> None:
+    """Raise UserError for a model and images that are not there, and for an output that cannot be
+    written: before torch is imported."""
+    if output is not None:
+        _check_place(output)
     if not init.startswith("hf://") and not Path(init).exists():
         # It raises, and names what is there instead.
         resolve_weights(init)
@@ -217,6 +227,19 @@ def check_paths(init: str, images: Sequence[str] = ()) -> None:
     if missing:
         what = f"no such file or folder: {', '.join(map(repr, missing))}"
         raise UserError(what, where="images", next_step="correct the path")
+
+
+def _check_place(output: str) -> None:
+    """Raise UserError where an output cannot be written."""
+    above = Path(output).absolute().parent
+    while not above.exists():
+        above = above.parent
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise UserError(
+            f"cannot be written ({above} is no writable folder)",
+            where=f"output={output}",
+            next_step="choose another place",
+        )
 
 
 def settings_of_run(argv: Sequence[str]) -> list[str]:

@@ -79,7 +79,7 @@ def load_initial_weights(
     left_out = [*left_out, *weights.left_out]
     if left_out:
         messages.append(
-            f"left out {len(left_out)} tensors that this model does not have: {_first(left_out)}"
+            f"left out {len(left_out)} weights that this model has no place for: {_first(left_out)}"
         )
     messages += _differences(weights, run, arch, keeps_head=bool(keep))
     if source is not None:

@@ -1,6 +1,6 @@
 """Look inside a trained model: filters, positions, attention.
 
-python finetune/visualize.py init=runs/demo-finetune
+python finetune/visualize.py init=runs/demo-finetune [--dry-run]
 python finetune/visualize.py init=runs/demo-finetune photos/ pictures=[attention_rollout]
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 try:
-    from finetune.settings import VisualizeRun, check_paths
+    from finetune.settings import DRY_RUN, VisualizeRun, check_paths
     from vitscale.config.command_line import load_command
     from vitscale.distributed.processes import quick_imports, run_rank_script
 except ModuleNotFoundError as error:
@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(2) from None
 
 
-def visualize(run: VisualizeRun) -> None:
+def visualize(run: VisualizeRun, *, is_dry_run: bool) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
     with quick_imports():
         from finetune.inspection.run import draw_pictures
@@ -31,7 +31,7 @@ def visualize(run: VisualizeRun) -> None:
         num_threads=compute.num_threads,
     ) as world:
         if world.is_first:
-            draw_pictures(run, world)
+            draw_pictures(run, world, is_dry_run=is_dry_run)
 
 
 def main() -> None:
@@ -40,10 +40,12 @@ def main() -> None:
         program="vitscale visualize",
         description="Draw what a trained model has learned, as PNG files.",
         needs_config=False,
+        switches=DRY_RUN,
         words_key="images",
     )
-    check_paths(command.run.init, command.run.images)
-    visualize(command.run)
+    run = command.run
+    check_paths(run.init, run.images, output=run.output)
+    visualize(run, is_dry_run="--dry-run" in command.switches)
 
 
 if __name__ == "__main__":

@@ -42,15 +42,15 @@ MAX_PER_CLASS, MAX_IMAGES = 200, 20_000
 ALLOWED = "a folder with one sub-folder of images per class"
 
 
-def name_of(folder: Path | None) -> str:
+def name_of(folder: Path) -> str:
     """The name of the demo on this folder of images, and of its folder below runs/.
 
-    It ends in a hash of the path: folders of one name hold other images.
+    It ends in a hash of the paths of its images: folders of one name hold others, and so does a
+    folder that has changed, whose shards and runs are those of the images before.
     """
-    if folder is None:
-        return "demo"
+    paths = "\0".join(sorted(filter(is_image_name, files_below(folder))))
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", folder.name).strip("-") or "folder"
-    return f"demo-{readable[:50]}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]}"
+    return f"demo-{readable[:50]}-{hashlib.sha256(os.fsencode(paths)).hexdigest()[:8]}"
 
 
 def folder_of_classes(folder: Path) -> Path:
@@ -157,6 +157,7 @@ Made in {Path.cwd()}:
   runs/{name}/report.html    the runs compared in one page: open it in a browser
 
 Try next there, with {Path(sys.executable).parent} on PATH:
+  vitscale predict init=runs/{name}-finetune IMAGES
   mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
   vitscale launch vit_h14 --dry-run
   vitscale pretrain {configs}/pretrain data.path=runs/{name}/shards name={name}-deeper model.depth=6
@@ -176,14 +177,13 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     start = time.monotonic()
-    folder = None
-    configs = "demo"
+    name = configs = "demo"
     if arguments.data is not None:
-        folder = folder_of_classes(arguments.data.resolve())
+        folder = arguments.data.resolve()
+        classes = folder_of_classes(folder)
+        name = name_of(folder)
         configs = "digits"
-    name = name_of(folder)
-    if folder is not None:
-        link_some(folder, Path(f"runs/{name}/images"))
+        link_some(classes, Path(f"runs/{name}/images"))
     steps = commands(name, configs=configs)
     for number, (title, command) in enumerate(steps.items(), start=1):
         run_command(f"{number}/{len(steps)} {title}", command)

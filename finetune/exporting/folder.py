@@ -74,8 +74,8 @@ def check_packages(to: str) -> None:
         )
 
 
-def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
-    """Export, and yield lines to print. If it raises, nothing is left behind."""
+def format_for(run: ExportRun, model: TrainedModel) -> Format:
+    """The format that `run` asks for. Raises UserError if it cannot express the model."""
     # The message offers only formats that would work, as most models have one that does.
     form = EXPORTS[run.to]()
     problems = _problems(form, model)
@@ -91,6 +91,12 @@ def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
             allowed=", ".join(fitting) or "no format",
             next_step=f"use {fitting[0]}" if fitting else None,
         )
+    return form
+
+
+def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
+    """Export, and yield lines to print. If it raises, nothing is left behind."""
+    form = format_for(run, model)
 
     # Written beside its place and moved there in one step, so that a folder that exists is whole.
     final = Path(run.output).absolute()

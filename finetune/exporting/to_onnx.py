@@ -9,14 +9,16 @@ import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
+from math import floor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from finetune.exporting.format import Format, write_description
-from vitscale.evaluation.trained_model import TrainedModel
+from finetune.exporting.format import PHOTO, Format, write_description
+from finetune.exporting.to_timm import INTERPOLATIONS
+from vitscale.evaluation.trained_model import Preprocessing, TrainedModel
 
 GRAPH_NAME = "model.onnx"
 # A protobuf message holds less than 2 GiB; larger weights become a second file.
@@ -89,12 +91,44 @@ class OnnxFormat(Format):
         )
 
     def usage(self, model: TrainedModel) -> str:
+        best = _output(model)
+        if model.classes is not None:
+            best = f'json.loads(metadata["classes"])[{best}.argmax()]'
+        elif model.num_classes:
+            best += ".argmax()"
         return (
-            "import onnxruntime\n"
+            "import json, numpy, onnxruntime\nfrom PIL import Image\n"
+            f"{PHOTO}{_resize(model.preprocessing)}"
             'session = onnxruntime.InferenceSession("FOLDER/model.onnx")\n'
-            f'{_output(model)} = session.run(None, {{"images": images}})[0]\n'
-            "metadata = session.get_modelmeta().custom_metadata_map"
+            f'({_output(model)},) = session.run(None, {{"images": images}})\n'
+            "metadata = session.get_modelmeta().custom_metadata_map\n"
+            f"print({best})"
         )
+
+
+def _resize(pixels: Preprocessing) -> str:
+    """Python that makes `images` of a photograph, with Pillow and NumPy alone."""
+    size = pixels.image_size
+    side = size
+    if pixels.eval_resize != "squash":
+        side = floor(size / pixels.eval_crop_fraction)
+    sides = f"({side}, {side})"
+    if pixels.eval_resize.startswith("center_crop"):
+        sides = f"[side * {side} // min(image.size) for side in image.size]"
+
+    # An odd number of pixels is cut as the model's own preprocessing cuts it.
+    start = f"round((side - {size}) / 2)"
+    if pixels.eval_resize.endswith("_down"):
+        start = f"(side - {size}) // 2"
+
+    name = INTERPOLATIONS[pixels.eval_interpolation].upper()
+    return (
+        f"image = image.resize({sides}, Image.Resampling.{name})\n"
+        f"left, top = ({start} for side in image.size)\n"
+        f"image = image.crop((left, top, left + {size}, top + {size}))\n"
+        f"pixels = (numpy.array(image) / 255 - {list(pixels.mean)}) / {list(pixels.std)}\n"
+        'images = pixels.transpose(2, 0, 1)[None].astype("float32")\n'
+    )
 
 
 def _output(model: TrainedModel) -> str:

@@ -76,7 +76,8 @@ class NpzFormat(SafetensorsFormat):
         write_description(model, folder)
 
     def usage(self, model: TrainedModel) -> str:
-        return 'import numpy\nweights = dict(numpy.load("FOLDER/model.npz"))'
+        weights = 'weights = dict(numpy.load("FOLDER/model.npz"))'
+        return f"import numpy\n{weights}\n# or\n{in_vitscale(model)}"
 
 
 def _google(model: TrainedModel) -> tuple[Tensors, list[str]]:

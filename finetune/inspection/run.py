@@ -28,8 +28,12 @@ DRAW: dict[str, Callable[[Visualized], Figure]] = {
 }
 
 
-def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:
+def draw_pictures(
+    run: VisualizeRun, world: World, *, is_dry_run: bool = False
+) -> list[Path]:
     """Draw what `run` asks for and return the files; prints what is written and what is left out.
+
+    is_dry_run: prints which files it would write.
 
     Raises UserError, before anything is written, for input that cannot be read, and for a picture
     that is asked for by name and that the model does not have.
@@ -59,6 +63,9 @@ def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:
     for name in available:
         # Each is written when it is drawn: an error in the last one costs no other.
         path = subject.folder / f"{name}.png"
+        if is_dry_run:
+            print(f"dry run: would write {path}")
+            continue
         try:
             save_figure(DRAW[name](subject), path)
         except OSError as error:

@@ -491,7 +491,7 @@ class StageJob:
 
     def heading(self, num_tasks: int) -> str:
         script = "/".join(Path(self.script).parts[-2:])
-        return f"{script}: {num_tasks} task(s), config {self.config}"
+        return f"{script}: {num_tasks} process(es), settings in {self.config}"
 
     def __call__(self) -> int:
         task = _enter_task()

@@ -134,11 +134,19 @@ def test_at_most_200_images_of_each_class_are_taken(tmp_path):
 
 
 def test_folders_of_one_name_are_different_demos(tmp_path):
+    """A folder that has changed, too: its shards would be those of the images before."""
     folders = [tmp_path / "a/photos", tmp_path / "b/photos", tmp_path / "b/photos!"]
+    for folder in folders:
+        (folder / "cat").mkdir(parents=True)
+        (folder / "cat/1.jpg").touch()
     names = {name_of(folder) for folder in folders}
     assert len(names) == 3
     assert all(name.startswith("demo-photos-") for name in names)
-    assert name_of(None) == "demo"
+    (folders[0] / "Thumbs.db").touch()
+    assert name_of(folders[0]) in names
+    (folders[0] / "cat/1.jpg").rename(folders[0] / "1.jpg")
+    assert name_of(folders[0]) not in names
+    (tmp_path / ("x" * 200)).mkdir()
     assert len(name_of(tmp_path / ("x" * 200))) < 100
 
 

@@ -52,7 +52,7 @@ def light_save(
     score: float | None = None,
 ) -> Commit:
     """score: of its evaluation; None: it was not evaluated."""
-    progress: dict[str, Any] = {"n": step}
+    progress: dict[str, Any] = {"n": step, "unreadable": 0}
     if score is not None:
         progress["score"] = score_of({"val/top1": score})
     save = Save(

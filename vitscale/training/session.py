@@ -412,7 +412,7 @@ class TrainingSession:
             f"{plan.equation}; "
             f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
             f"ZeRO {run.engine.zero_stage}; "
-            f"decoder {resolve_decoder(run.data.decoder)}; "
+            f"JPEG decoder {resolve_decoder(run.data.decoder)}; "
             f"CPU threads per rank: {torch.get_num_threads()}"
         )
 

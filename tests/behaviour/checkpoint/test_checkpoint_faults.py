@@ -88,7 +88,7 @@ def check_recovery(folder: Path, *, promised: bool) -> int:
     assert checkpoint is not None
     assert complaints == []
     assert checkpoint.step in ((2,) if promised else (1, 2))
-    assert checkpoint.progress == {"n": checkpoint.step}
+    assert checkpoint.progress == {"n": checkpoint.step, "unreadable": 0}
     assert (
         read_tensors(checkpoint.files)["model.0"].tolist() == [checkpoint.step] * LENGTH
     )

@@ -253,6 +253,23 @@ def test_the_best_checkpoint_stays_beside_the_newest(
     assert expected == (best and step_of(best[0]))
 
 
+def test_a_later_best_checkpoint_that_is_damaged_does_not_replace_the_best(
+    tmp_path: Path,
+) -> None:
+    """A run that resumed from before it keeps the best of its own steps, and writes it again."""
+    folder = tmp_path / "checkpoints"
+    for step, score in {1: 0.5, 2: 0.4, 4: 0.9}.items():
+        later = light_save(folder, step=step, keep=9, score=score)
+    # The size stays: only a hash over all of it would show the damage.
+    flip(later.folder / RANK_FILE, -1)
+
+    light_save(folder, step=3, keep=1, score=0.3)
+    assert [step_of(path) for path in step_folders(folder)] == [4, 3, 1]
+    light_save(folder, step=4, keep=1, score=0.2)
+    assert [step_of(path) for path in step_folders(folder)] == [4, 1]
+    assert read_checkpoint(later.folder).progress["score"]["value"] == 0.2
+
+
 def test_a_best_checkpoint_that_is_lost_harms_nothing(tmp_path: Path) -> None:
     """The best of those that are there is kept from then on."""
     folder = tmp_path / "checkpoints"

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +17,14 @@ import yaml
 from pydantic import ValidationError
 
 from finetune import predicting
-from finetune.evaluating import as_rows, evaluate_run, splits, write_results
+from finetune.evaluating import (
+    as_rows,
+    evaluate_run,
+    log_model,
+    open_tracker,
+    splits,
+    write_results,
+)
 from finetune.exporting.to_huggingface import HuggingFaceFormat
 from finetune.exporting.to_vitscale import SafetensorsFormat
 from finetune.predicting import find_inputs, predict_images
@@ -31,6 +39,8 @@ from vitscale.data.index import read_split, sample_keys
 from vitscale.evaluation.evaluation import Share
 from vitscale.evaluation.few_shot import FewShotSettings
 from vitscale.evaluation.trained_model import TrainedModel, open_model
+from vitscale.tracking.settings import TrackingSettings
+from vitscale.tracking.tracker import Tracker
 
 # Metrics are sums over the ranks of a group; here it has one.
 pytestmark = pytest.mark.usefixtures("world")
@@ -473,3 +483,70 @@ def test_words_on_the_command_line_win_over_the_run(shards, mixed_in, tmp_path):
 def test_shots_are_at_least_one_image(shots):
     with pytest.raises(ValidationError):
         FewShotSettings(shots=tuple(shots))
+
+
+# ---- MLflow --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_job", [False, True])
+def test_an_evaluated_checkpoint_is_a_model_of_mlflow(
+    tmp_path, mlflow_database, monkeypatch, capsys, is_job
+):
+    """With the metrics of the evaluation, and the training as its source; the run has each once."""
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    uri = f"sqlite:///{mlflow_database}"
+    tracking = TrackingSettings(uri=uri, system_metrics=False)
+    training = tmp_path / "training"
+    training.mkdir()
+    (training / "config.yaml").write_text("{name: a.b}")
+    with Tracker(
+        training,
+        settings=tracking,
+        name="a.b",
+        stage="pretrain",
+        tags={},
+        resume_step=0,
+        is_writer=True,
+        say=lambda text: None,
+    ) as tracker:
+        tracker.log({"train/loss": 1.0}, step=20)
+
+    checkpoint = SimpleNamespace(step=20, folder=training / "checkpoints/step-00000020")
+    model = SimpleNamespace(
+        source="a", run=SimpleNamespace(folder=training, checkpoint=checkpoint)
+    )
+    run = evaluation(tmp_path / "x", tmp_path, [{"name": "classification"}])
+    run = run.model_copy(update={"tracking": tracking, "name": "a.b-evaluation"})
+    Path(run.folder).mkdir()
+    with open_tracker(run, model, WORLD) as tracker:
+        tracker.log({"val/top1": 0.75, "val/loss": 0.5}, step=20)
+    if is_job:
+        monkeypatch.setenv("SLURM_JOB_ID", "1")
+    log_model(run, model.run)
+    assert "warning" not in capsys.readouterr().out
+
+    client = MlflowClient(uri)
+    (experiment,) = [e for e in client.search_experiments() if e.name == "vitscale"]
+    stored = {
+        run.info.run_name: run for run in client.search_runs([experiment.experiment_id])
+    }
+    models = client.search_logged_models([experiment.experiment_id])
+    assert len(models) == (0 if is_job else 1)
+    history = client.get_metric_history(
+        stored["a.b-evaluation"].info.run_id, "val/top1"
+    )
+    assert [point.value for point in history] == [0.75]
+    for logged in models:
+        assert (logged.name, logged.status) == ("a-b-evaluation-20", "READY")
+        assert logged.source_run_id == stored["a.b"].info.run_id
+        assert logged.tags["vitscale.checkpoint"] == str(checkpoint.folder)
+        values = {point.key: (point.value, point.step) for point in logged.metrics}
+        assert values == {"val/top1": (0.75, 20), "val/loss": (0.5, 20)}
+
+    # What is no database costs a warning and no results.
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    mlflow_database.write_bytes(b"no database")
+    log_model(run, model.run)
+    assert "warning: no model was recorded in MLflow (" in capsys.readouterr().out

@@ -353,7 +353,7 @@ def test_transformers_sees_the_pixels_of_timm(tmp_path, to, resize):
     assert [labels.id2label[label] for label in range(5)] == list("vwxyz")
 
 
-@every(to="timm, huggingface, safetensors")
+@every(to="timm, huggingface, safetensors, npz")
 def test_the_card_has_the_whole_code_for_one_photograph(
     to, tmp_path, monkeypatch, capsys
 ):
@@ -367,3 +367,36 @@ def test_the_card_has_the_whole_code_for_one_photograph(
     # vitscale's code is the last one, and the others name the same class.
     named = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert set(named) == {named[-1]} < set("vwxyz")
+
+
+@pytest.mark.slow
+@rows("""
+- [resize, interpolation]
+- [squash, bicubic]
+- [center_crop, bilinear]
+- [center_crop_down, bicubic]
+- [squash_crop, bilinear]
+- [squash_crop_down, bicubic]
+""")
+def test_the_card_of_a_graph_makes_its_pixels_with_pillow(
+    tmp_path, monkeypatch, capsys, resize, interpolation
+):
+    """As the model's own preprocessing does, whose logits are then the same."""
+    how = {"mean": MEAN, "std": STD, "eval_resize": resize, "eval_antialias": True}
+    how |= {"eval_interpolation": interpolation}
+    if resize != "squash":
+        how["eval_crop_fraction"] = 0.81
+    folder = exported(tmp_path / "out", "onnx", how)
+    monkeypatch.chdir(tmp_path)
+    PHOTO.save("PHOTO.png")
+    Path("PHOTO.png").rename("PHOTO.jpg")
+
+    card = (folder / "README.md").read_text()
+    (code,) = re.findall("```python\n(.*?)```", card, re.S)
+    names = {}
+    exec(code.replace("FOLDER", str(folder)), names)
+    found = levels(torch.from_numpy(names["images"])[0])
+    own = own_pixels(how, Path("PHOTO.jpg").read_bytes())
+    assert (found - own).abs().max() <= 1
+    named = "vwxyz"[names["logits"].argmax()]
+    assert capsys.readouterr().out.splitlines()[-1] == named

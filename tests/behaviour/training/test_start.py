@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,9 @@ from pretrain.run import PretrainRun
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.engine.small_models import small_model
 from tests.support.engine.subjects import WORLD
-from vitscale.checkpoint.folders import Checkpoint
+from tests.support.light_checkpoints import flip, light_save
+from tests.support.tables import rows
+from vitscale.checkpoint.folders import Checkpoint, newest_checkpoint
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.settings import DataSettings
@@ -32,6 +35,7 @@ from vitscale.models.vit import compile_blocks
 from vitscale.runs.training import training_plan
 from vitscale.training import session
 from vitscale.training.session import (
+    TrainingSession,
     changes_since_start,
     check_resumable,
     compatibility_key,
@@ -274,3 +278,54 @@ def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(
     folder.symlink_to(tmp_path)
     with pytest.raises(UserError, match="not a folder that only you can use"):
         private_folder()
+
+
+@rows("""
+- [scores, damaged, start, best]
+- [{10: 0.5, 20: 0.4, 30: 0.9}, [], 30, 0.9]
+- [{10: 0.5, 20: 0.4, 30: 0.9}, [30], 20, 0.5]
+- [{10: 0.5, 20: 0.6, 30: 0.9}, [30], 20, 0.6]
+- [{10: 0.5, 20: 0.9, 30: 0.7}, [20, 30], 10, 0.5]
+- [{10: null, 20: 0.9}, [20], 10, null]
+""")
+def test_a_resume_knows_the_best_of_the_steps_that_it_has_reached(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    scores: dict[int, float | None],
+    damaged: list[int],
+    start: int,
+    best: float | None,
+) -> None:
+    """A later one is damaged, whatever its score: else no better one would be saved again."""
+    folder = tmp_path / "checkpoints"
+    for step, score in scores.items():
+        commit = light_save(folder, step=step, keep=9, score=score)
+        # The size stays, so that only reading all of it shows the damage.
+        if step in damaged:
+            flip(commit.folder / "rank-00000.safetensors", -1)
+
+    store = SimpleNamespace(folder=folder, newest=lambda: newest_checkpoint(folder))
+    for name, value in {
+        "CheckpointStore": lambda *_, **__: nullcontext(store),
+        "run_folder_lock": lambda *_, **__: nullcontext(),
+        "gather_objects": lambda value: [value],
+        "check_resumable": lambda *_: None,
+        "refuse_other_start": lambda *_: None,
+    }.items():
+        monkeypatch.setattr(session, name, value)
+    opened: Any = SimpleNamespace(
+        folder=tmp_path,
+        world=WORLD,
+        run=SimpleNamespace(checkpoint=SimpleNamespace(keep=2)),
+        objective=SimpleNamespace(messages=[]),
+        data=SimpleNamespace(parts=[]),
+        plan=None,
+        _description=None,
+        _messages=[],
+        _end_if_finished=lambda: None,
+    )
+    TrainingSession._open_checkpoints(opened, ExitStack())
+    assert opened.start_step == start
+    assert len(opened._messages) == len(damaged)
+    value = opened._best_score and opened._best_score["value"]
+    assert value == best

@@ -289,3 +289,33 @@ def test_pictures_are_drawn(scripts: Scripts, from_npz: Run):
     scripts.run("visualize", *words, *more, scripts.images)
     assert {path.stem for path in (from_npz[0] / "pictures").iterdir()} >= {*PICTURES}
     assert [path.name for path in output.iterdir()] == ["attention_rollout.png"]
+
+
+def test_a_dry_run_writes_nothing_and_refuses_what_the_command_would(
+    scripts: Scripts, from_npz: Run, tmp_path
+):
+    """Also what only the opened model shows, such as a format that cannot express it."""
+    run, _ = from_npz
+    table = tmp_path / "table.csv"
+    folder = tmp_path / "exported"
+    before = sorted(run.rglob("*"))
+    for script, words, code, expected in (
+        ("predict", (scripts.images, f"output={table}"), 0, ("3 images", "0.png")),
+        ("predict", (scripts.shards,), 0, ("12 images", "on the screen")),
+        ("predict", (tmp_path,), 2, ("no images in",)),
+        ("predict", (scripts.images, f"output={run}/config.yaml/a.csv"), 2, ()),
+        ("export", ("--to", "timm", folder), 0, (f"to {folder} for timm",)),
+        ("export", ("--to", "npz", "image_size=12", run), 2, ("is not empty",)),
+        ("visualize", (f"output={folder}",), 0, (f"{folder}/patch_filters.png",)),
+        ("visualize", (f"output={run}/config.yaml/a",), 2, ("no writable folder",)),
+    ):
+        printed = scripts.run(script, f"init={run}", *words, "--dry-run", code=code)
+        assert ("dry run: " in printed) == (code == 0)
+        assert "Traceback" not in printed
+        for part in expected:
+            assert part in printed
+    assert sorted(run.rglob("*")) == before
+    assert not any(tmp_path.iterdir())
+    words = ("--to", "huggingface", folder, "model.num_heads=2", "--dry-run")
+    printed = scripts.run("export", f"init={SAFETENSORS}", *words, code=2)
+    assert "huggingface cannot express this model" in printed
