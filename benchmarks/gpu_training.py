@@ -132,7 +132,7 @@ RECIPES = {
         "model.num_classes=null",
     ),
 }
-RECIPE_BATCH, HOST_BATCH, RECIPE_STEPS = 32, 4, 10
+RECIPE_BATCH, HOST_BATCH = 32, 4
 SECTIONS = ("probe", "recipes", "host", "models", "kernels", "loops", "stall", "data")
 # Several loops are in memory at once.
 COMPARED_SHARE = 0.5
@@ -157,8 +157,9 @@ def main() -> None:
         "--total-mib", type=float, default=700, help="images are repeated"
     )
     parser.add_argument("--steps", type=int, default=20, help="of each loop and round")
+    parser.set_defaults(recipe_steps=10)
     if parser.parse_args().toy:
-        parser.set_defaults(rounds=2, steps=2, total_mib=1)
+        parser.set_defaults(rounds=2, steps=2, total_mib=1, recipe_steps=2)
     options = parser.parse_args()
     run_benchmark(
         options, lambda work: measure(work, options), "torch", "deepspeed", "timm"
@@ -248,8 +249,10 @@ class Bench:
         self.keep("probe", found=found)
 
     def recipes(self) -> None:
-        """Ten steps, not compiled, of every stage and kind of recipe: none fails."""
-        print("\nB16, ten steps: loss of the first and the last one")
+        """A few steps, not compiled, of every stage and kind of recipe: none fails."""
+        print(
+            f"\nB16, {self.options.recipe_steps} steps: loss of the first and the last one"
+        )
         for kind, overrides in RECIPES.items():
             for stage in range(4):
                 where = f"{kind}, ZeRO {stage}"
@@ -266,7 +269,7 @@ class Bench:
                     list[torch.Tensor](),
                 )
                 step = stepper(loop, task.pool, losses)
-                for number in range(RECIPE_STEPS):
+                for number in range(self.options.recipe_steps):
                     step(number)
                 values = [float(loss) for loss in losses]
                 loop.engine.close()
