@@ -36,6 +36,28 @@ clean_environment()
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
+# Files of minutes, the longest first. Workers take a file at a time, in this order, so that none
+# is left with a long one when the others have ended.
+LONGEST = """
+training/test_resume test_reference test_examples test_demo slurm/test_restarts
+models/test_evaluate_model training/test_training_runs launch/test_chains slurm/test_launch
+training/test_golden_curves slurm/test_chains models/test_commands slurm/test_submission
+""".split()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of LONGEST before all others; the order within a file stays."""
+
+    def turn(item: pytest.Item) -> int:
+        name = str(item.path.with_suffix(""))
+        for number, end in enumerate(LONGEST):
+            if name.endswith(f"/{end}"):
+                return number
+        return len(LONGEST)
+
+    items.sort(key=turn)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--renew-golden", action="store_true", help="write tests/golden anew"
@@ -46,22 +68,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--storm-seed", type=int, default=1, help="decides the plan of each storm"
     )
-
-
-# Files whose tests take minutes together, the longest first.
-LONG_FILES = """
-test_resume.py test_examples.py test_demo.py test_reference.py test_evaluate_model.py
-test_restarts.py test_training_runs.py test_golden_curves.py
-""".split()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: else one worker is busy with such a file when the others have ended."""
-
-    def place(item: pytest.Item) -> int:
-        return [*LONG_FILES, item.path.name].index(item.path.name)
-
-    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

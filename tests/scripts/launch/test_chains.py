@@ -20,6 +20,8 @@ RUN = TINY | {
     "schedule": {"steps": 4},
     "checkpoint": {"every_steps": 2},
 }
+# Signals and the exit codes of a chain that they stop.
+STOPS = {signal.SIGTERM: 75, signal.SIGINT: 130}
 CHAIN = """\
 stage: chain
 name: small
@@ -45,29 +47,36 @@ def start(folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+def wait_for_training(chain: subprocess.Popen[str], stage: int) -> None:
+    """Read what the chain prints until the processes of a stage, counted from 1, run."""
+    num_started = 0
+    for line in iter(chain.stdout.readline, ""):
+        assert "done before" not in line
+        num_started += line.startswith("running 2 proc")
+        if num_started == stage:
+            return
+    raise AssertionError(f"the chain ended before its stage {stage} ran")
+
+
 def test_a_stopped_chain_resumes_and_reports_failures(tmp_path):
     make_shard_folder(tmp_path / "shards")
     for stage in ("pretrain", "finetune"):
         (tmp_path / f"{stage}.yaml").write_text(json.dumps(RUN | {"stage": stage}))
     (tmp_path / "chain.yaml").write_text(CHAIN)
 
-    for number, code in {signal.SIGTERM: 75, signal.SIGINT: 130}.items():
+    # In the first stage, and in the second, after the first has ended.
+    for stage, (number, code) in enumerate(STOPS.items(), start=1):
         chain = start(tmp_path)
-        next(
-            line
-            for line in iter(chain.stdout.readline, "")
-            if line.startswith("running 2 proc")
-        )
+        wait_for_training(chain, stage)
         chain.send_signal(number)
         output, _ = chain.communicate(timeout=PATIENCE_S)
         assert chain.returncode == code, output
         assert "the same command resumes the chain" in output
-        assert "[2/3]" not in output
+        assert f"[{stage + 1}/3]" not in output
 
-    for times in (1, 2):
-        chain = start(tmp_path)
-        output, _ = chain.communicate(timeout=PATIENCE_S)
-        assert chain.returncode == 1, output
-        assert ("[1/3] pretrain: done before" in output) == (times == 2), output
-        assert "lost: ended with code 2" in output
-        assert "after: not started: lost is not done" in output
+    chain = start(tmp_path)
+    output, _ = chain.communicate(timeout=PATIENCE_S)
+    assert chain.returncode == 1, output
+    assert "[1/3] pretrain: done before" in output
+    assert "lost: ended with code 2" in output
+    assert "after: not started: lost is not done" in output

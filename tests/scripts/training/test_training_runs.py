@@ -16,8 +16,8 @@ import yaml
 
 from tests.support.levels import by_level
 from tests.support.ranks.fault_runs import STEPS, FaultRuns, fault, output, wait_all
-from tests.support.ranks.warm_ranks import ROOT
-from tests.support.tables import every
+from tests.support.ranks.warm_ranks import ROOT, WarmRank
+from tests.support.tables import every, rows
 from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint.folders import newest_checkpoint, step_of
 from vitscale.checkpoint.store import read_tensors
@@ -136,65 +136,69 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
 
 
 # Work that every node does, the index once, what one reads while all is well, and the tracker,
-# which rank 0 alone opens.
-LACKING = [
-    ("init", 0),
-    ("index", 1),
-    ("index", 0),
-    ("prepare", 1),
-    ("prepare", 0),
-    ("decoder", 1),
-    ("decoder", 0),
-    ("private folder", 1),
-]
+# which rank 0 alone opens. The places and ranks of a case are tried at the same time, since their
+# runs mostly wait.
+LACKING = {
+    "index": [("index", 1)],
+    "index of the first": [("index", 0), ("init", 0)],
+    "prepare": [("prepare", 1), ("prepare", 0)],
+    "decoder": [("decoder", 1), ("decoder", 0)],
+    "private folder": [("private folder", 1)],
+}
 
 
 def start_lacking(
     fault_runs: FaultRuns, folder: Path, place: str, ranks: Sequence[int]
-) -> tuple[list[int], list[str]]:
-    """Exit codes and outputs of two nodes, of which some lack something."""
+) -> list[WarmRank]:
+    """Start two nodes, of which some lack something."""
     (folder / "run").mkdir(parents=True)  # as a launcher does
     settings = ["engine.compile=true"] if place == "private folder" else []
     stage = "pretrain"
     if place == "init":
         settings = [f"init={fault_runs.undisturbed()}"]
         stage = "finetune"
-    started = fault_runs.start(
+    return fault_runs.start(
         folder,
         *settings,
         stage=stage,
         faults={rank: [fault(place, 1, "lack")] for rank in ranks},
         is_node_of_its_own=True,
     )
-    codes = wait_all(started)
-    return codes, [rank.output() for rank in started]
 
 
-@pytest.mark.parametrize(
-    "place, rank", by_level(LACKING, fast=LACKING[1:2], slow=[LACKING[0], *LACKING[2:]])
-)
+@every(case=by_level(LACKING, fast=["index"], slow=LACKING.keys() - {"index"}))
 def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
-    fault_runs: FaultRuns, tmp_path, place, rank
+    fault_runs: FaultRuns, tmp_path, case
 ):
-    codes, outputs = start_lacking(fault_runs, tmp_path, place, [rank])
-    assert set(codes) == {FailureKind.NODE.exit_code}
-    for text in outputs:
-        assert f"rank {rank} on n{rank}: what the run needs: is not here" in text
-    found = cause(read_failures(tmp_path / "run"))
-    assert found.kind == FailureKind.NODE
-    assert found.rank == rank
-    assert found.node == f"n{rank}"
+    started = []
+    for place, rank in LACKING[case]:
+        folder = tmp_path / f"{place}-{rank}"
+        ranks = start_lacking(fault_runs, folder, place, [rank])
+        started.append((folder, rank, ranks))
+    for folder, rank, ranks in started:
+        assert set(wait_all(ranks)) == {FailureKind.NODE.exit_code}, output(folder)
+        for each in ranks:
+            named = f"rank {rank} on n{rank}: what the run needs: is not here"
+            assert named in each.output()
+        found = cause(read_failures(folder / "run"))
+        assert found.kind == FailureKind.NODE
+        assert found.rank == rank
+        assert found.node == f"n{rank}"
 
 
 @pytest.mark.slow
-@every(place="prepare, index, init, tracker")
-def test_what_all_nodes_lack_is_bad_input(fault_runs: FaultRuns, tmp_path, place):
-    ranks = [0] if place == "tracker" else [0, 1]
-    codes, outputs = start_lacking(fault_runs, tmp_path, place, ranks)
-    assert set(codes) == {FailureKind.BAD_INPUT.exit_code}
-    assert all("what the run needs: is not here" in text for text in outputs)
-    found = cause(read_failures(tmp_path / "run"))
-    assert found.kind is FailureKind.BAD_INPUT
+@rows("[[places], [[prepare, index]], [[init, tracker]]]")
+def test_what_all_nodes_lack_is_bad_input(fault_runs: FaultRuns, tmp_path, places):
+    started = {}
+    for place in places:
+        lacking = [0] if place == "tracker" else [0, 1]
+        started[place] = start_lacking(fault_runs, tmp_path / place, place, lacking)
+    for place, ranks in started.items():
+        assert set(wait_all(ranks)) == {FailureKind.BAD_INPUT.exit_code}, place
+        for each in ranks:
+            assert "what the run needs: is not here" in each.output(), place
+        found = cause(read_failures(tmp_path / place / "run"))
+        assert found.kind is FailureKind.BAD_INPUT, place
 
 
 # Overrides of a start in the folder of the finished run, and what is said of them.
