@@ -40,8 +40,7 @@ from vitscale.distributed.world import World, gather_objects, process_group
 from vitscale.engine.engine import Engine
 from vitscale.models.vit import checkpoint_activations, compile_blocks
 
-# Between two updates that are skipped, in a row.
-MIDDLE = 10
+HALF = STEPS // 2
 IMAGES, _ = samples(np.arange(16))
 
 
@@ -114,14 +113,14 @@ def state_moves_in_the_middle(
     task: str = "skipped",
     precision: str = "fp32",
 ) -> None:
-    """The first steps at one stage, the others at another: the training is the reference's."""
+    """Half of the steps at one stage, the others at another: the training is the reference's."""
     machine = machine_of(world, source, precision)
     is_exact = precision == "fp32"
     first = Training(task, machine, world)
     first.train(5)
     if TASKS[task].spoiled:
         assert health(first) == (2, 2, 5, 1 - world.rank)
-    first.train(MIDDLE)
+    first.train(HALF)
     if TASKS[task].spoiled:
         assert health(first) == (3, 1, 10, None)
     if TASKS[task].recipe.average is not None:
@@ -208,7 +207,7 @@ def compiles_without_graph_breaks(world: World, *, stage: int) -> None:
     compile_blocks(model, backend="aot_eager")
     machine = machine_of(world, stage)
     training = Training("adamw", machine, world, model=model)
-    training.train(MIDDLE)
+    training.train(HALF)
     training.engine.eval()
     with torch.no_grad():
         training.engine.logits(IMAGES[:4])
