@@ -85,7 +85,10 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path):
         assert f"SLURM is ending job {array}_{task}" in texts[task]
 
     # Each is the only rank of its job: otherwise it would leave its errors to rank 0.
-    assert all("data_prep/make_shards.py: 1 process(es), settings in " in text for text in texts)
+    assert all(
+        "data_prep/make_shards.py: 1 process(es), settings in " in text
+        for text in texts
+    )
 
     # Every process of a task gets the signal, and none reports it as a failure.
     assert not [text for text in texts if "Traceback" in text or "died" in text]
