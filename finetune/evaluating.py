@@ -278,23 +278,26 @@ def log_model(run: EvaluateRun, source: SourceRun) -> None:
     try:
         tracked = MlflowRun(folder, record.uri, say=print)
         stored = tracked.client.get_run(tracked.run_id)
+        training_id = stored.data.tags.get(PARENT_TAG, tracked.run_id)
         logged = tracked.client.create_logged_model(
             stored.info.experiment_id,
             # Its names have no dots.
             f"{run.name}-{source.checkpoint.step}".replace(".", "-"),
-            source_run_id=stored.data.tags.get(PARENT_TAG, tracked.run_id),
+            source_run_id=training_id,
             tags={"vitscale.checkpoint": str(source.checkpoint.folder)},
         )
 
         # The run has the same points already, which MLflow does not repeat.
-        from mlflow.entities import Metric
-
         for row, _ in read_rows(folder / JOURNAL_NAME):
-            metrics = [
-                Metric(key, value, int(row.time * 1000), row.step, logged.model_id)
-                for key, value in row.metrics.items()
-            ]
-            tracked.client.log_batch(tracked.run_id, metrics)
+            for key, value in row.metrics.items():
+                tracked.client.log_metric(
+                    tracked.run_id,
+                    key,
+                    value,
+                    timestamp=int(row.time * 1000),
+                    step=row.step,
+                    model_id=logged.model_id,
+                )
         tracked.client.finalize_logged_model(logged.model_id, "READY")
     except Exception as error:
         print(f"warning: no model was recorded in MLflow ({short_reason(error)})")
