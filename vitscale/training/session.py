@@ -212,7 +212,8 @@ class TrainingSession:
         if checkpoint is not None:
             check_resumable(checkpoint, self._description, self.plan)
             self.start_step = checkpoint.step
-            self._num_unreadable = checkpoint.progress["unreadable"]
+            # Checkpoints of earlier versions do not count them.
+            self._num_unreadable = checkpoint.progress.get("unreadable", 0)
             self._end_if_finished()
             refuse_other_start(self.folder, self.run)
 

@@ -274,7 +274,9 @@ def test_tables_of_ranks_are_joined_in_the_memory_of_one_row_group(tmp_path):
     before = pa.total_allocated_bytes()
     for _ in predicting._row_groups([pq.ParquetFile(tmp_path / "0")]):
         used.append(pa.total_allocated_bytes() - before)
-    assert max(used) < 3 * table.nbytes
+    # A group takes 1.5 tables. Arrow's threads may hold the one before for a moment; all nine would
+    # be 13 tables.
+    assert max(used) < 4 * table.nbytes
 
 
 def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path):

@@ -124,7 +124,7 @@ def test_the_page_shows_what_is_a_picture_of_at_most_4_mib(run):
     (run / "pictures/large.png").write_bytes(PNG + bytes(4 * MIB))
     said = []
     page = render(compare(load_runs([str(run)], uri=None)), say=said.append)
-    assert re.findall("<h3>(.*)</h3>", page) == ["a b", "c d"]
+    assert re.findall("<h3>(.*)</h3>", page) == ["A b", "C d"]
     assert not holds_secret(page)
     large = f"has {4 * MIB + 8:,} bytes; at most {4 * MIB:,} are read"
     assert said == [
