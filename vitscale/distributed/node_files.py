@@ -2,7 +2,8 @@
 
 One rank of a node writes the arrays to memory without a name, which all ranks open through
 `/proc/PID/fd/NUMBER`. Pickling such an array writes the path in this rank, so its workers map it,
-too. The kernel frees the memory when the last of these processes ends, however it does.
+too. The kernel frees the memory when the last array in it is collected, or the last of these
+processes ends, however it does.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,30 +39,44 @@ class Column(np.ndarray[Any, Any]):
 def read_column(path: str) -> Column:
     """Map the array of a `.npy` file.
 
-    This process keeps it open for those that it gives the path: its maker may be gone by then.
+    This process keeps it open as long as it has the array, for those that it gives the path: its
+    maker may be gone by then.
     """
-    # A descriptor of this process keeps the memory alive as long as it runs.
-    path = f"/proc/{os.getpid()}/fd/{os.open(path, os.O_RDONLY)}"
-    column = np.load(path, mmap_mode="r").view(Column)
-    column.path = path
+    descriptor = os.open(path, os.O_RDONLY)
+    column = np.load(_own_path(descriptor), mmap_mode="r").view(Column)
+    column.path = _own_path(descriptor)
+
+    # Processes that outlive this one may have the path when this one ends.
+    weakref.finalize(column, os.close, descriptor).atexit = False
     return column
 
 
 class _SharingPickler(pickle.Pickler):
+    """A pickler that writes arrays to memory of its own, and their paths to the pickle."""
+
+    def __init__(self, file: io.BytesIO, memories: ExitStack) -> None:
+        super().__init__(file, protocol=5)
+        self._memories = memories
+
     def reducer_override(self, value: Any) -> Any:
-        """Write arrays to shared memory, and their paths to the pickle."""
         # Other objects are pickled as usual; an empty array cannot be mapped.
         if type(value) is not np.ndarray or not value.size:
             return NotImplemented
-        return read_column, (_shared(value),)
+        return read_column, (_shared(value, self._memories),)
 
 
-def _shared(array: np.ndarray) -> str:
-    """Copy an array to memory that this process keeps until its end, whatever /dev/shm holds."""
+def _shared(array: np.ndarray, memories: ExitStack) -> str:
+    """Copy an array to memory that lasts until `memories` end, whatever /dev/shm holds."""
     memory = os.memfd_create("column", os.MFD_CLOEXEC)
+    memories.callback(os.close, memory)
     with open(memory, "wb", closefd=False) as file:
         np.save(file, array)
-    return f"/proc/{os.getpid()}/fd/{memory}"
+    return _own_path(memory)
+
+
+def _own_path(descriptor: int) -> str:
+    """The path under which processes of this node open a descriptor of this one."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def _identity(path: str) -> tuple[int, int] | None:
@@ -80,25 +96,33 @@ def once_per_node(
     order. Collective. Raises, on all ranks, the UserError of all makers, or a NodeError that names
     the first maker that has one.
     """
-    own: tuple[str, Any] | None = None
-    error: UserError | None = None
-    if is_maker:
-        try:
-            pickled = io.BytesIO()
-            _SharingPickler(pickled, protocol=5).dump(make())
-            path = _shared(np.frombuffer(pickled.getbuffer(), np.uint8))
-            own = path, _identity(path)
-        except UserError as caught:
-            error = caught
+    with ExitStack() as memories:
+        own: tuple[str, Any] | None = None
+        error: UserError | None = None
+        if is_maker:
+            try:
+                pickled = io.BytesIO()
+                _SharingPickler(pickled, memories).dump(make())
+                path = _shared(np.frombuffer(pickled.getbuffer(), np.uint8), memories)
+                own = path, _identity(path)
+            except UserError as caught:
+                error = caught
 
-    reports = gather((node_name(), is_maker, error, own))
-    nodes, makers, errors, _ = zip(*reports, strict=True)
-    raise_alike(errors, nodes=nodes, num_tried=sum(makers))
+        reports = gather((node_name(), is_maker, error, own))
+        nodes, makers, errors, _ = zip(*reports, strict=True)
+        raise_alike(errors, nodes=nodes, num_tried=sum(makers))
 
-    # The first maker of this node is the one whose arrays all of its ranks map.
-    here = [made for node, _, _, made in reports if made and node == node_name()]
-    path, identity = here[0]
-    if _identity(path) != identity:  # in a container with processes of its own
+        # The first maker of this node is the one whose arrays all of its ranks map.
+        here = [made for node, _, _, made in reports if made and node == node_name()]
+        path, identity = here[0]
+        is_shared = _identity(path) == identity
+        if is_shared:
+            value: T = pickle.loads(read_column(path).data)
+
+        # All ranks have mapped the memory when its maker lets go of it.
+        gather(None)
+
+    # In a container with processes of its own, the path is another file or none.
+    if not is_shared:
         return make()
-    value: T = pickle.loads(read_column(path).data)
     return value

@@ -1,5 +1,6 @@
 """Files are whole or absent, also on a full disk; what is made once per node leaves nothing."""
 
+import gc
 import os
 import pickle
 import stat
@@ -171,6 +172,29 @@ def test_columns_pickle_as_their_path_and_parts_as_arrays():
     assert len(pickle.dumps(column)) < 1000
     for array in (column, column[7:90], column + 1):
         assert np.array_equal(pickle.loads(pickle.dumps(array)), array)
+
+
+def test_memory_and_descriptors_last_as_long_as_the_arrays():
+    before = sorted(os.listdir("/proc/self/fd"))
+
+    def make():
+        return {"one": np.arange(1000), "two": np.ones(10)}
+
+    def open_ones(rank, gather):
+        return once_per_node(make, is_maker=rank == 0, gather=gather)
+
+    values = run_ranks(3, open_ones)
+    part = values[2]["one"][-2:]
+    copy = pickle.loads(pickle.dumps(values[1]["two"]))
+    del values
+    gc.collect()
+
+    # A part needs its memory, but no process is given the path of a part.
+    assert part.tolist() == [998, 999]
+    assert copy.sum() == 10
+    del part, copy
+    gc.collect()
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 FOUND = {
