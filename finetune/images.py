@@ -122,7 +122,7 @@ class FileSamples(Samples):
         self, paths: Sequence[str], *, settings: DataSettings, image_size: int
     ) -> None:
         self.paths = paths
-        self.image_size = image_size
+        self.shape = (3, image_size, image_size)
         self.resize = EvaluationResize(settings, image_size=image_size)
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pretrain.objectives.mae import Mae
 from pretrain.objectives.masked_patch_prediction import MaskedPatchPrediction
+from pretrain.objectives.simclr import Simclr
 from vitscale.config.section import NamedSection, choice_of
 from vitscale.objectives.objective import (
     Distillation,
@@ -21,6 +22,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "masked_patch_prediction": MaskedPatchPrediction,
     "supervised": Supervised,
     "mae": Mae,
+    "simclr": Simclr,
     "distillation": Distillation,
 }
 

@@ -55,7 +55,7 @@ Rows = Iterator[tuple[str, str]]
 GIB = 2**30
 # Settings of `data` that choose no samples: how batches are made of them.
 OF_PIXELS = (
-    "views num_workers decoder max_unreadable_fraction augment mixing horizontal_flip "
+    "repeats views num_workers decoder max_unreadable_fraction augment mixing horizontal_flip "
     "crop crop_area crop_aspect crop_share interpolation antialias "
     "eval_resize eval_interpolation eval_antialias eval_crop_fraction mean std"
 ).split()

@@ -13,9 +13,9 @@ import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, Pipe
@@ -40,6 +40,7 @@ from vitscale.data.samples import (
     StreamedSamples,
     TrainingSamples,
     Unreadable,
+    split_views,
 )
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet
@@ -73,7 +74,7 @@ class Batch:
     """B images of one rank."""
 
     images: torch.Tensor
-    """uint8 [B, 3, rows, columns]"""
+    """uint8 [B, 3, rows, columns]; of several views the first crop of the first."""
     labels: torch.Tensor
     """int64 [B]"""
     weights: torch.Tensor
@@ -87,6 +88,14 @@ class Batch:
     positions: np.ndarray | None = None
     """int64 [B]: positions of the images in training, so that random draws do not depend on the
     number of ranks; in an evaluation their numbers in the split."""
+    views: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """uint8 [B, count, 3, side, side] of each of `data.views`, in their order."""
+
+    def with_views(self, shapes: Mapping[str, tuple[int, ...]]) -> Batch:
+        """The same batch, whose `images` are [B, N], the pixels of all views, with its views."""
+        views = split_views(self.images, shapes)
+        first = next(iter(views.values()))
+        return replace(self, images=first[:, 0], views=views)
 
     def to(self, device: torch.device) -> Batch:
         tensors = self.images, self.labels, self.weights
@@ -163,8 +172,7 @@ def open_batches(
             yield (_copied(each, pinned=pin_memory) for each in received)
     else:
         samples.start(worker=0, num_workers=1)
-        size = samples.image_size
-        images = torch.empty(batch, 3, size, size, dtype=torch.uint8)
+        images = torch.empty(batch, *samples.shape, dtype=torch.uint8)
         filled = ((images[: len(p)], *_fill(samples, p, images)) for p in positions)
         yield (_copied(each, pinned=pin_memory) for each in filled)
 
@@ -226,7 +234,7 @@ class _Memory(NamedTuple):
 
     num_workers: int
     slots: tuple[int, ...]
-    """Shape of the slots, uint8 [slots, batch, 3, rows, columns]."""
+    """Shape of the slots, uint8 [slots, batch, ...]."""
 
     @property
     def slots_offset(self) -> int:
@@ -256,8 +264,7 @@ def _filled_by_workers(
     """The batches in order; batch n comes from worker n modulo their number."""
     # One more than the batches ahead: the one that is being read.
     num_slots = num_workers * PREFETCH + 1
-    shape = (num_slots, batch, 3, samples.image_size, samples.image_size)
-    layout = _Memory(num_workers, shape)
+    layout = _Memory(num_workers, (num_slots, batch, *samples.shape))
     # No file: the size of /dev/shm is no limit.
     memory = os.memfd_create("batches", os.MFD_CLOEXEC)
     workers: list[_Worker] = []

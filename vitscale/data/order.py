@@ -25,8 +25,8 @@ ORDER_VERSION = 1
 # Shards that are mixed at a time. More mix better; fewer need less space in a cache.
 BLOCK_SHARDS = 16
 MIXTURE_BLOCK = 1 << 14
-# Positions that show one view each of different samples before their next views come.
-VIEW_BLOCK = 64
+# Positions that show different samples once each before their repeats come.
+REPEAT_BLOCK = 64
 MILLION = 1_000_000
 REMEMBERED = 3
 
@@ -141,13 +141,13 @@ class Draw(NamedTuple):
     epoch: int
     """Completed passes over that set."""
     sample: int
-    view: int
-    """0, or with repeated augmentation the number of the view."""
+    repeat: int
+    """0, or with repeated augmentation how often the sample came before."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingOrder:
-    """The infinite sequence over several sets of shards, with one or more views per sample.
+    """The infinite sequence over several sets of shards, each sample once or repeated.
 
     Each block of `MIXTURE_BLOCK` slots contains the share of each set, permuted; each set follows
     its own `SampleOrder`, independent of the others.
@@ -156,17 +156,17 @@ class TrainingOrder:
     parts: tuple[SampleOrder, ...]
     shares: tuple[int, ...]
     """Parts per million of the samples; sum 1,000,000."""
-    views: int = 1
-    """Views of a sample are `VIEW_BLOCK` positions apart, in one block of views * VIEW_BLOCK. A
-    global batch that is no multiple of this block splits some. Hoffer et al. 2020; 3 in DeiT."""
+    repeats: int = 1
+    """Repeats of a sample are `REPEAT_BLOCK` positions apart, in one block of repeats times this.
+    A global batch that is no multiple of it splits some. Hoffer et al. 2020; 3 in DeiT."""
 
     def at(self, position: int) -> Draw:
         """The sample at a position counted from the start of training. O(block)."""
-        block, inside = divmod(position, self.views * VIEW_BLOCK)
-        view, slot = divmod(inside, VIEW_BLOCK)
+        block, inside = divmod(position, self.repeats * REPEAT_BLOCK)
+        repeat, slot = divmod(inside, REPEAT_BLOCK)
 
         part = 0
-        part_position = block * VIEW_BLOCK + slot
+        part_position = block * REPEAT_BLOCK + slot
         if len(self.parts) > 1:
             block, slot = divmod(part_position, MIXTURE_BLOCK)
             parts, positions = _mixture_block(self, block)
@@ -174,7 +174,7 @@ class TrainingOrder:
             part_position = int(positions[slot])
 
         epoch, sample = self.parts[part].at(part_position)
-        return Draw(part, epoch, sample, view)
+        return Draw(part, epoch, sample, repeat)
 
 
 # `eq=False` makes this cache compare by identity: comparing orders would be slow.

@@ -1,14 +1,15 @@
 """Read, crop and augment single samples of training; substitute unreadable ones.
 
-Crop, flip and augmentation of a sample depend on (seed, epoch, sample, view) alone, so the pixels
-are the same for any number of ranks and workers. Leaves out: the images of evaluations
+Crop, flip and augmentation depend on (seed, epoch, sample, repeat, number of the crop) alone, so
+the pixels are the same for any number of ranks and workers. Leaves out: the images of evaluations
 (`evaluation.samples`).
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -31,6 +32,7 @@ from vitscale.images.settings import AugmentSettings
 MAX_SUBSTITUTES = 8
 # One in so many local samples is compared with its hash. All of them would cost 2 % of a decode.
 VERIFY_EVERY = 16
+NOTHING = AugmentSettings()
 # Values of `data.crop` that draw a box of random area and aspect.
 CROPS = {"inception": crops.random_crop_box, "inception_tf": crops.tf_crop_box}
 
@@ -51,7 +53,8 @@ class Unreadable(NamedTuple):
 class Samples:
     """Fills one image into a row of a batch."""
 
-    image_size: int
+    shape: tuple[int, ...]
+    """Of what `fill` writes: 3, rows, columns, or the pixels of several views in a row."""
 
     def start(self, *, worker: int, num_workers: int) -> None:
         """Called once in the process that reads, before it reads."""
@@ -60,8 +63,8 @@ class Samples:
         """Called with the positions of a batch, before they are filled."""
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        """Write an image into `out`, uint8 [3, rows, columns]; returns its label, and the samples
-        that were unreadable."""
+        """Write an image into `out`, uint8 of `shape`; returns its label, and the samples that were
+        unreadable."""
         raise NotImplementedError
 
 
@@ -94,57 +97,105 @@ class Augmentation:
     """Crop, flip and augment images of training."""
 
     def __init__(self, settings: DataSettings, *, image_size: int, seed: int) -> None:
-        self.settings = settings
-        self.image_size = image_size
         self.seed = seed
         self.decoder = crops.DECODERS[crops.resolve_decoder(settings.decoder)]()
-        self.augments = settings.augment != AugmentSettings()
+
+        self.views = view_shapes(settings, image_size)
+        self.shape: tuple[int, ...] = (3, image_size, image_size)
+        """Of what `write` fills: with several views, the pixels of all of them in a row."""
+        if settings.views:
+            self.shape = (sum(map(math.prod, self.views.values())),)
+        # The settings of each crop, with the keys of its view.
+        self.crops: list[DataSettings] = []
+        for view in settings.all_views:
+            self.crops += [settings.of_view(view)] * view.count
 
     def write(
         self, data: bytes, draw: Draw, out: torch.Tensor, *, entry_points: bytes = b""
     ) -> None:
-        """Write the image into `out`, uint8 [3, rows, columns]. Raises OSError or ValueError."""
-        settings = self.settings
-        random = CounterRandom(augmentation_key(self.seed, draw))
+        """Write the image into `out`, uint8 of `shape`. Raises OSError or ValueError."""
+        views = split_views(out.flatten(), self.views).values()
+        outs = [pixels for view in views for pixels in view]
         size = self.decoder.size(data)
 
-        right = down = 0
-        if settings.crop == "plain":
-            box, right, down = crops.plain_crop_box(
-                *size, size=self.image_size, random=random
-            )
-        elif settings.crop == "squash":
-            box = crops.squash_crop_box(*size, share=settings.crop_share, random=random)
-        else:
-            box = CROPS[settings.crop](
-                *size,
-                area=settings.crop_area,
-                aspect=settings.crop_aspect,
-                random=random,
-            )
+        # All boxes are drawn first: one decode gives them all.
+        drawn = []
+        for number, settings in enumerate(self.crops):
+            random = CounterRandom(augmentation_key(self.seed, draw, number))
+            side = outs[number].shape[-1]
+            drawn.append(_drawn(settings, size, side, random, entry_points))
+        self.decoder.crops(data, [request for request, _, _ in drawn], outs)
 
-        flip = settings.horizontal_flip and random.uniform() < 0.5
-        request = crops.CropRequest(
-            box=box,
-            size=self.image_size,
-            interpolation=settings.interpolation,
-            antialias=settings.antialias,
-            flip=flip,
-            entry_points=entry_points,
+        for number, (_, right, down) in enumerate(drawn):
+            pixels = outs[number]
+            settings = self.crops[number]
+            if right or down:
+                pixels.copy_(crops.reflected(pixels, right=right, down=down))
+            if settings.augment != NOTHING:
+                # A separate stream, so that augmentation does not change crop and flip.
+                key = augmentation_key(self.seed, draw, number, purpose="augment2")
+                random = CounterRandom(key)
+                changed = augment(
+                    pixels, settings.augment, random, settings.mean, settings.std
+                )
+                pixels.copy_(changed)
+
+
+def _drawn(
+    settings: DataSettings,
+    size: tuple[int, int],
+    side: int,
+    random: CounterRandom,
+    entry_points: bytes,
+) -> tuple[crops.CropRequest, int, int]:
+    """Draw a box of an image of this width and height, and whether it is mirrored.
+
+    Returns the shifts for `crops.reflected`, too.
+    """
+    right = down = 0
+    if settings.crop == "plain":
+        box, right, down = crops.plain_crop_box(*size, size=side, random=random)
+    elif settings.crop == "squash":
+        box = crops.squash_crop_box(*size, share=settings.crop_share, random=random)
+    else:
+        box = CROPS[settings.crop](
+            *size,
+            area=settings.crop_area,
+            aspect=settings.crop_aspect,
+            random=random,
         )
 
-        self.decoder.crop(data, request, out=out)
-        if right or down:
-            # The image is mirrored already, so the shift to the right becomes one to the left.
-            out.copy_(crops.reflected(out, right=-right if flip else right, down=down))
-        if self.augments:
-            # A separate stream, so that augmentation does not change crop and flip.
-            random = CounterRandom(
-                augmentation_key(self.seed, draw, purpose="augment2")
-            )
-            out.copy_(
-                augment(out, settings.augment, random, settings.mean, settings.std)
-            )
+    flip = settings.horizontal_flip and random.uniform() < 0.5
+    request = crops.CropRequest(
+        box=box,
+        size=side,
+        interpolation=settings.interpolation,
+        antialias=settings.antialias,
+        flip=flip,
+        entry_points=entry_points,
+    )
+    # The image is mirrored before it is shifted, so a shift to the right becomes one to the left.
+    return request, -right if flip else right, down
+
+
+def view_shapes(settings: DataSettings, image_size: int) -> dict[str, tuple[int, ...]]:
+    """[count, 3, side, side] of each view of an image, in their order."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for view in settings.all_views:
+        side = view.image_size or image_size
+        shapes[view.name] = (view.count, 3, side, side)
+    return shapes
+
+
+def split_views(
+    pixels: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, torch.Tensor]:
+    """Views, [..., count, 3, side, side] each, of all their pixels [..., N], without a copy."""
+    parts = pixels.split([math.prod(shape) for shape in shapes.values()], dim=-1)
+    return {
+        name: part.unflatten(-1, shape)
+        for part, (name, shape) in zip(parts, shapes.items(), strict=True)
+    }
 
 
 class TrainingSamples(Samples):
@@ -155,7 +206,7 @@ class TrainingSamples(Samples):
         self.parts = training_set.parts
         self.order = training_set.order
         self.augmentation = augmentation
-        self.image_size = augmentation.image_size
+        self.shape = augmentation.shape
 
     def prefetch(self, positions: Sequence[int]) -> None:
         """Fetch remote shards of this block of the order and the next in the background."""
@@ -220,7 +271,7 @@ class StreamedSamples(Samples):
     ) -> None:
         """start: position of training where the streams begin. place: rank and world size."""
         self.augmentation = augmentation
-        self.image_size = augmentation.image_size
+        self.shape = augmentation.shape
         self.num_samples = training_set.num_samples
         self.place = place
 
@@ -258,8 +309,14 @@ class StreamedSamples(Samples):
         )
 
 
-def augmentation_key(seed: int, draw: Draw, *, purpose: str = "augment") -> int:
-    """Key of the random numbers for one view of one sample in one epoch."""
-    # The first part and view add nothing, so that their random numbers stay as they are.
-    further = (draw.part, draw.view) if draw.part or draw.view else ()
+def augmentation_key(
+    seed: int, draw: Draw, number: int = 0, *, purpose: str = "augment"
+) -> int:
+    """Key of the random numbers for one crop of one sample in one epoch."""
+    # The first part, repeat and crop add nothing, so that their random numbers stay as they are.
+    further: tuple[int, ...] = ()
+    if draw.part or draw.repeat or number:
+        further = (draw.part, draw.repeat)
+    if number:
+        further += (number,)
     return stream_key(purpose, seed, draw.epoch, draw.sample, *further)

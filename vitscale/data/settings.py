@@ -21,6 +21,7 @@ NEEDS_INDEX = (
     "only_keys",
     "mixture",
     "dev_percent",
+    "repeats",
     "views",
     "planned_num_samples",
 )
@@ -66,6 +67,21 @@ class MixedInShards(Section):
     """Share of all samples seen."""
 
 
+class ViewSettings(Section):
+    """Random crops of each image; a key that is null is that of `data`."""
+
+    name: str
+    """What the objective calls them."""
+    count: int = Field(default=1, gt=0, le=16)
+    """Crops of each image, drawn one by one."""
+    image_size: int | None = Field(default=None, gt=0, le=4096)
+    """Pixels a side; null: the model's."""
+    crop_area: tuple[float, float] | None = Field(default=None, strict=False)
+    """Range of the area share of the crop."""
+    augment: AugmentSettings | None = None
+    """Applied after crop and flip."""
+
+
 class DataSettings(Section):
     """Which samples, in what batches, and how images become tensors."""
 
@@ -92,9 +108,12 @@ class DataSettings(Section):
     """Further sets with the same label map; `path` provides the remaining samples. The settings
     above that choose samples are for `path`. Images that `dev_percent` holds out, in any copy, are
     refused; those of `val_split` are counted in a line."""
-    views: int = Field(default=1, gt=0, le=16)
-    """Repeated augmentation: number of differently augmented views per sample. DeiT: 3. All are in
-    one global batch if `global_batch` is a multiple of 64 * views."""
+    repeats: int = Field(default=1, gt=0, le=16)
+    """Repeated augmentation: how often each sample comes, augmented differently. DeiT: 3. All are
+    in one global batch if `global_batch` is a multiple of 64 * repeats."""
+    views: tuple[ViewSettings, ...] = Field(default=(), strict=False)
+    """Views of each image, from one decode, for objectives that compare them. Empty: the image
+    once, by the keys below."""
     val_split: str | None = "test"
     """Split evaluated during and after training; null: none."""
     dev_percent: float = Field(default=0.0, ge=0, lt=100)
@@ -153,6 +172,17 @@ class DataSettings(Section):
     """Subtracted from red, green and blue, each in [0, 1], before the division by `std`."""
     std: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
     """0.5 / 0.5 maps pixels to [-1, 1], as in the ViT paper's code; DeiT uses ImageNet's values."""
+
+    @property
+    def all_views(self) -> tuple[ViewSettings, ...]:
+        """Those of `views`, or the one that the image is without."""
+        return self.views or (ViewSettings(name="images"),)
+
+    def of_view(self, view: ViewSettings) -> DataSettings:
+        """The settings by which crops of a view are made."""
+        changes = {name: getattr(view, name) for name in ("crop_area", "augment")}
+        given = {name: value for name, value in changes.items() if value is not None}
+        return self.model_copy(update=given)
 
     def num_first(self, num_samples: int) -> int:
         """Samples of `first_percent`."""
@@ -230,6 +260,10 @@ def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
         )
     if data.eval_interpolation == "area":
         yield from _unused(data, "eval_antialias", by="data.eval_interpolation=area")
+
+    views = [view.name for view in data.views]
+    if len(views) > len(set(views)):
+        yield "data.views", f"two views have one name: {', '.join(views)}; rename one"
 
     mixing = data.mixing
     policy = data.augment.randaugment

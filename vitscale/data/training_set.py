@@ -114,13 +114,13 @@ def open_training_set(
     order = TrainingOrder(
         parts=tuple(orders),
         shares=(MILLION - sum(shares), *shares),
-        views=settings.views,
+        repeats=settings.repeats,
     )
-    # One set with one view keeps its own fingerprint, so that its checkpoints stay valid.
+    # One set without repeats keeps its own fingerprint, so that its checkpoints stay valid.
     fingerprint = first.fingerprint
-    if len(parts) > 1 or settings.views > 1:
+    if len(parts) > 1 or settings.repeats > 1:
         fingerprint = _hash(
-            [[part.fingerprint for part in parts], order.shares, order.views]
+            [[part.fingerprint for part in parts], order.shares, order.repeats]
         )
     return TrainingSet(
         num_samples=sum(part.num_samples for part in parts),

@@ -54,15 +54,13 @@ def read_column(path: str) -> Column:
 class _SharingPickler(pickle.Pickler):
     """A pickler that writes arrays to memory of its own, and their paths to the pickle."""
 
-    def __init__(self, file: io.BytesIO, memories: ExitStack) -> None:
-        super().__init__(file, protocol=5)
-        self._memories = memories
+    memories: ExitStack
 
     def reducer_override(self, value: Any) -> Any:
         # Other objects are pickled as usual; an empty array cannot be mapped.
         if type(value) is not np.ndarray or not value.size:
             return NotImplemented
-        return read_column, (_shared(value, self._memories),)
+        return read_column, (_shared(value, self.memories),)
 
 
 def _shared(array: np.ndarray, memories: ExitStack) -> str:
@@ -102,7 +100,9 @@ def once_per_node(
         if is_maker:
             try:
                 pickled = io.BytesIO()
-                _SharingPickler(pickled, memories).dump(make())
+                pickler = _SharingPickler(pickled, protocol=5)
+                pickler.memories = memories
+                pickler.dump(make())
                 path = _shared(np.frombuffer(pickled.getbuffer(), np.uint8), memories)
                 own = path, _identity(path)
             except UserError as caught:

@@ -95,7 +95,7 @@ class EvaluationSamples(Samples):
     ) -> None:
         """strict: an unreadable sample is an error; else its image is black, and it is returned."""
         self.index = index
-        self.image_size = image_size
+        self.shape = (3, image_size, image_size)
         self.strict = strict
         self.resize = EvaluationResize(settings, image_size=image_size)
 
@@ -115,9 +115,10 @@ class EvaluationSamples(Samples):
         except (OSError, ValueError) as error:
             unreadable.append(unreadable_sample(self.index, sample, error))
             if self.strict:
-                step = "make the shards again: they have changed since data preparation"
                 raise unreadable_error(
-                    self.index, unreadable[0], next_step=step
+                    self.index,
+                    unreadable[0],
+                    next_step="make the shards again: they have changed since data preparation",
                 ) from None
 
             # A fixed content, so that two runs see the same batch.
@@ -146,8 +147,8 @@ def evaluation_batches(
 
     # Rounded up, so that every rank makes the same number of forward passes.
     num_batches = -(-len(chosen) // stride)
-    shape = (num_batches, world_size, micro_batch)
-    places = np.arange(num_batches * stride).reshape(shape)[:, rank]
+    numbers = np.arange(num_batches * stride)
+    places = numbers.reshape(num_batches, world_size, micro_batch)[:, rank]
     # Places beyond the end repeat the last sample, with weight 0.
     positions = chosen[np.minimum(places, len(chosen) - 1)]
 
@@ -162,5 +163,5 @@ def evaluation_batches(
         # Padding has weight 0 in every metric.
         is_sample = places < len(chosen)
         for batch, counts, numbers in zip(batches, is_sample, positions, strict=True):
-            weights = torch.from_numpy(counts.astype(np.float32))
+            weights = torch.as_tensor(counts, dtype=torch.float32)
             yield Batch(batch.images, batch.labels, weights, positions=numbers)

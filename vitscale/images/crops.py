@@ -65,7 +65,8 @@ class CropRequest:
     flip: bool
     """Mirror left and right."""
     entry_points: bytes = b""
-    """Where decoding may begin (`jpeg.entry_points` of the same file); empty: at the top."""
+    """Where decoding may begin (`jpeg.entry_points` of the same file); empty: at the top. Those of
+    the first of several requests are used."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -342,8 +343,7 @@ def _is_whole_jpeg(data: bytes) -> bool:
 
 
 class Decoder:
-    """Whole images: ordinary JPEG with simplejpeg, ordinary WebP with torchvision, the rest with
-    Pillow; PNG, too: an error of libpng ends the process inside torchvision 0.29.
+    """Whole images: ordinary JPEG with simplejpeg, the rest with Pillow.
 
     Stateless. Methods raise OSError or ValueError if the image is unreadable.
     """
@@ -353,22 +353,27 @@ class Decoder:
         with open_image(data) as image:
             return image.size
 
-    def crop(
-        self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The requested pixels, uint8 [3, R, C]; `out`, contiguous, is filled and returned.
+    def crop(self, data: bytes, request: CropRequest) -> torch.Tensor:
+        """The requested pixels, uint8 [3, R, C]."""
+        out = torch.empty((3, *request.shape), dtype=torch.uint8)
+        self.crops(data, [request], [out])
+        return out
+
+    def crops(
+        self, data: bytes, requests: Sequence[CropRequest], outs: Sequence[torch.Tensor]
+    ) -> None:
+        """Fill each of `outs`, contiguous uint8 [3, R, C], with the requested pixels; one decode.
 
         Raises ValueError for a box that exceeds the image.
         """
         # The whole image is decoded even for a small box; `RegionDecoder` is the fast way.
-        pixels = crop_and_resize(self.whole(data), request)
-        if out is None:
-            return pixels
-        return out.copy_(pixels)
+        pixels = self.whole(data)
+        for request, out in zip(requests, outs, strict=True):
+            out.copy_(crop_and_resize(pixels, request))
 
     def whole(self, data: bytes) -> torch.Tensor:
         """All pixels, uint8 [H, W, 3]."""
-        pixels = decode_jpeg(data) if data.startswith(JPEG_START) else decode_webp(data)
+        pixels = decode_jpeg(data)
         if pixels is None:
             return decode(data)
         return pixels
@@ -390,36 +395,8 @@ def decode_jpeg(data: bytes) -> torch.Tensor | None:
         return None
 
 
-def decode_webp(data: bytes) -> torch.Tensor | None:
-    """All pixels of an ordinary WebP, uint8 [H, W, 3], in half to three quarters of Pillow's time.
-
-    None for anything but one complete picture. Raises OSError or ValueError if unreadable.
-    """
-    # The extended format (VP8X) may be animated or transparent, which Pillow alone handles.
-    if data[:4] != b"RIFF" or data[8:16] not in (b"WEBPVP8 ", b"WEBPVP8L"):
-        return None
-    whole, picture = (int.from_bytes(data[i : i + 4], "little") for i in (4, 16))
-    if whole + 8 != len(data) or picture + (picture & 1) + 12 != whole:
-        return None
-    with open_image(data) as image:  # also refuses what is too large
-        width, height = image.size
-    # Imported late: it takes seconds, and only WebP needs it.
-    from torchvision.io import ImageReadMode
-    from torchvision.io import decode_webp as read_webp
-
-    try:
-        stored = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        pixels: torch.Tensor = read_webp(stored, ImageReadMode.RGB).permute(1, 2, 0)
-    except RuntimeError:
-        return None
-    # If the sizes differ, the two libraries read the file in different ways; Pillow decides.
-    if pixels.shape == (height, width, 3):
-        return pixels
-    return None
-
-
 class RegionDecoder(Decoder):
-    """Only the box of a JPEG, decoded and resampled row by row by the C extension."""
+    """Only the boxes of a JPEG, decoded and resampled row by row by the C extension."""
 
     allow_avx2 = True
     """False: take the code of machines without AVX2, which gives the same pixels."""
@@ -430,20 +407,17 @@ class RegionDecoder(Decoder):
                 return _extension().size(data, MAX_PIXELS)
         return super().size(data)
 
-    def crop(
-        self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def crops(
+        self, data: bytes, requests: Sequence[CropRequest], outs: Sequence[torch.Tensor]
+    ) -> None:
         # The decoder of a box stops behind it, and so would not notice a missing end.
-        if not _is_whole_jpeg(data):
-            return super().crop(data, request, out=out)
-        if out is None:
-            out = torch.empty((3, *request.shape), dtype=torch.uint8)
-        try:
-            decode_region(data, request, out.numpy(), allow_avx2=self.allow_avx2)
-        except (ValueError, OverflowError):
+        if _is_whole_jpeg(data):
             # Pillow decides what is wrong with it, so that all decoders report the same.
-            return super().crop(data, request, out=out)
-        return out
+            with suppress(ValueError, OverflowError):
+                arrays = [out.numpy() for out in outs]
+                decode_regions(data, requests, arrays, allow_avx2=self.allow_avx2)
+                return
+        super().crops(data, requests, outs)
 
 
 def _extension() -> ModuleType:
@@ -453,28 +427,33 @@ def _extension() -> ModuleType:
     return _region
 
 
-def decode_region(
-    data: bytes, request: CropRequest, out: np.ndarray, *, allow_avx2: bool = True
+def decode_regions(
+    data: bytes,
+    requests: Sequence[CropRequest],
+    outs: Sequence[np.ndarray],
+    *,
+    allow_avx2: bool = True,
 ) -> bool:
-    """Decode a box of a JPEG into `out`, uint8 [3, R, C], with the C extension. Returns whether its
-    own decoder of ordinary JPEGs was used, instead of libjpeg.
+    """Decode boxes of a JPEG into `outs`, uint8 [3, R, C], with the C extension, in one pass.
+    Returns whether its own decoder of ordinary JPEGs was used, instead of libjpeg.
 
     Raises ValueError or OverflowError for an image that it does not support or finds damaged.
     """
-    box = request.box
-
-    used_own = _extension().crop(
-        data,
-        (box.left, box.top, box.width, box.height),
-        out,
-        request.size,
-        request.interpolation == "bicubic",
-        request.antialias,
-        request.flip,
-        MAX_PIXELS,
-        allow_avx2,
-        request.entry_points,
-    )
+    given = []
+    for request, out in zip(requests, outs, strict=True):
+        box = request.box
+        given.append(
+            (
+                (box.left, box.top, box.width, box.height),
+                out,
+                request.size,
+                request.interpolation == "bicubic",
+                request.antialias,
+                request.flip,
+            )
+        )
+    entry_points = requests[0].entry_points
+    used_own = _extension().crop(data, given, MAX_PIXELS, allow_avx2, entry_points)
     return bool(used_own)
 
 
@@ -507,7 +486,7 @@ def missing(name: str) -> str | None:
     )
 
     try:
-        decode_region(file.getvalue(), request, pixels)
+        decode_regions(file.getvalue(), [request], [pixels])
     except (TypeError, ValueError) as error:
         # TypeError: it was built from other sources.
         return str(error)

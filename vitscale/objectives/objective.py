@@ -41,6 +41,11 @@ class Objective:
     """Whether `loss` reads `batch.labels`."""
     trains_classifier: ClassVar[bool] = True
     """Whether `loss` trains the model's head; without, the model is built without one."""
+    reads_views: ClassVar[bool] = False
+    """Whether `loss` reads `batch.views`, the views that `data.views` names."""
+    couples: ClassVar[bool] = False
+    """Whether `loss` compares images of a micro-batch, on all ranks: their number is then part of
+    what is trained, and a resume must keep it."""
 
     def __init__(self, settings: Any, *, seed: int) -> None:
         """settings: an instance of `Settings`. seed: the run's, for draws by position."""
@@ -55,6 +60,13 @@ class Objective:
         """Conflicts with other settings of the run, as (dotted key, what is wrong, what to do)."""
         # Settings know their own conflicts, but not those with the rest of the run.
         yield from self.settings.problems()
+        if run.data.views and not self.reads_views:
+            yield (
+                "data.views",
+                f"{self.settings.name} reads one view of each image; remove it",
+            )
+        if run.data.views and run.data.mixing is not None:
+            yield ("data.mixing", "mixes single images; set it to null")
         if self.trains_classifier:
             return
 

@@ -126,27 +126,22 @@ def names_of(data: TrainingSet, *, is_first: bool) -> Names:
     return partial(sample_names if is_first else sample_numbers, data.parts)
 
 
+@dataclass(kw_only=True)
 class SkippedUpdateMonitor:
     """Report updates that the guard skipped, and end a run that skips too many."""
 
-    def __init__(
-        self,
-        *,
-        data: TrainingSet,
-        names: Names,
-        plan: TrainingPlan,
-        start_step: int,
-        num_skipped: int,
-        say: Say,
-    ) -> None:
-        """num_skipped: updates skipped before `start_step`."""
-        self._data = data
-        self._names_of = names
-        self._plan = plan
-        self._say = say
+    data: TrainingSet
+    names: Names
+    plan: TrainingPlan
+    start_step: int
+    num_skipped: int
+    """Updates skipped before `start_step`."""
+    say: Say
+
+    def __post_init__(self) -> None:
         # (step, updates skipped by then) of log lines; between the first and the last lie at least
         # `WINDOW` updates, as soon as there were so many.
-        self._marks = deque([(start_step, num_skipped)])
+        self._marks = deque([(self.start_step, self.num_skipped)])
 
     def update(self, health: Health, *, step: int, loss_scale: float | None) -> None:
         """Name the samples of the last skipped update, if there are new ones. Collective.
@@ -169,10 +164,10 @@ class SkippedUpdateMonitor:
         if ranks:
             what = f"the loss was not finite on rank {', '.join(map(str, ranks))}"
 
-        names = self._names(health.last_step, ranks)
+        names = self._names_at(health.last_step, ranks)
         last = f"the last at step {health.last_step}"
         total = f"{num_new} updates skipped, {health.skipped} since the start"
-        self._say(f"{total}, {last}: {what}; samples {names}")
+        self.say(f"{total}, {last}: {what}; samples {names}")
 
         length = step - self._marks[0][0]
         num_skipped = health.skipped - self._marks[0][1]
@@ -189,15 +184,15 @@ class SkippedUpdateMonitor:
                 "optim.clip_norm=1; all checkpoints hold finite weights",
             )
 
-    def _names(self, step: int, micro_steps: Mapping[int, int]) -> str:
+    def _names_at(self, step: int, micro_steps: Mapping[int, int]) -> str:
         """Keys of the samples of a step (counted from 1), at most `NAMES_SHOWN`.
 
         micro_steps: rank -> the micro-step whose samples are meant; empty: all of the step.
         """
-        if self._data.order is None:
+        if self.data.order is None:
             return "that are not known: streamed tars have no positions"
 
-        plan = self._plan
+        plan = self.plan
         start = (step - 1) * plan.global_batch
         share = plan.micro_batch
         # Ranks take turns within a global batch, one micro-batch after another.
@@ -207,8 +202,8 @@ class SkippedUpdateMonitor:
             for each in range(share)
         ] or range(start, start + plan.global_batch)
 
-        draws = [self._data.order.at(position) for position in positions[:NAMES_SHOWN]]
-        names = self._names_of([(draw.part, draw.sample) for draw in draws])
+        draws = [self.data.order.at(position) for position in positions[:NAMES_SHOWN]]
+        names = self.names([(draw.part, draw.sample) for draw in draws])
         text = ", ".join(names)
         num_more = len(positions) - len(draws)
         if num_more:
@@ -216,30 +211,22 @@ class SkippedUpdateMonitor:
         return text
 
 
+@dataclass(kw_only=True)
 class UnreadableSampleMonitor:
     """Report samples that were replaced because they could not be read."""
 
-    def __init__(
-        self,
-        *,
-        data: TrainingSet,
-        names: Names,
-        max_fraction: float,
-        num_replaced: int,
-        say: Say,
-    ) -> None:
-        """num_replaced: samples replaced before this start."""
-        self._data = data
-        self._names_of = names
-        self._max_fraction = max_fraction
-        self._say = say
-        self._pending: list[Unreadable] = []
-        self.num_replaced = num_replaced
-        """On all ranks since step 0, as of the last `report`."""
+    data: TrainingSet
+    names: Names
+    max_fraction: float
+    num_replaced: int
+    """On all ranks since step 0, as of the last `report`; at first, of earlier starts."""
+    say: Say
+    pending: list[Unreadable] = field(default_factory=list)
+    """Samples of this rank that were not reported yet."""
 
     def add(self, unreadable: Iterable[Unreadable]) -> None:
         """Samples that were replaced on this rank."""
-        self._pending.extend(unreadable)
+        self.pending.extend(unreadable)
 
     def report(self, step: int, *, num_seen: int, num_samples: int) -> None:
         """Name the samples that were replaced on any rank since the last call, at most
@@ -248,8 +235,8 @@ class UnreadableSampleMonitor:
         num_seen: samples seen since step 0; num_samples: those of one epoch.
         Raises UserError when too many of the larger number were replaced.
         """
-        own = self._pending
-        self._pending = []
+        own = self.pending
+        self.pending = []
         gathered = gather_objects((len(own), own[:UNREADABLE_SHOWN]))
         num_new = sum(count for count, _ in gathered)
         if not num_new:
@@ -260,20 +247,20 @@ class UnreadableSampleMonitor:
         shown = [each for _, some in gathered for each in some][:UNREADABLE_SHOWN]
         names = [repr(each.key) for each in shown]
 
-        if self._data.order is not None:
-            names = self._names_of([(each.part, each.sample) for each in shown])
+        if self.data.order is not None:
+            names = self.names([(each.part, each.sample) for each in shown])
         for name, each in zip(names, shown, strict=True):
-            self._say(f"{each.shard}: sample {name} was replaced: {each.error}")
+            self.say(f"{each.shard}: sample {name} was replaced: {each.error}")
         line = f"step {step}: {self.num_replaced} samples replaced since step 0"
         unnamed = num_new - len(shown)
         if unnamed:
             line += f"; {unnamed} of the last {num_new} are not named here"
-        self._say(line)
+        self.say(line)
 
-        if self.num_replaced > self._max_fraction * max(num_seen, num_samples):
+        if self.num_replaced > self.max_fraction * max(num_seen, num_samples):
             raise UserError(
                 f"{self.num_replaced} samples could not be read, more than "
-                f"data.max_unreadable_fraction={self._max_fraction:g} allows; the last: "
+                f"data.max_unreadable_fraction={self.max_fraction:g} allows; the last: "
                 f"{names[-1]}",
                 where=shown[-1].shard,
                 next_step="find every damaged shard with vitscale prepare verify and copy it again",
@@ -291,53 +278,47 @@ class _Clock:
     num_images: int = 0
 
 
+@dataclass
 class IntervalLog:
     """Measures a training, and watches the metrics on their way to the log."""
 
-    def __init__(
-        self,
-        run: TrainingRun,
-        plan: TrainingPlan,
-        data: TrainingSet,
-        engine: Engine,
-        *,
-        start_step: int,
-        num_unreadable: int,
-        flops_per_image: float,
-        tracker: Tracker,
-        say: Say,
-        profile: Callable[[], None],
-    ) -> None:
-        """num_unreadable: samples replaced before this start. flops_per_image: of a training step.
-        profile: to be called after every step."""
-        self.tracker = tracker
-        self.say = say
-        self._profile = profile
-        self._plan = plan
-        self._engine = engine
-        self._flops_per_image = flops_per_image
-        self._peak_flops = peak_flops(engine.world.device)
+    run: TrainingRun
+    plan: TrainingPlan
+    data: TrainingSet
+    engine: Engine
+    start_step: int
+    num_replaced: int
+    """Samples replaced before this start."""
+    flops_per_image: float
+    """Of a training step."""
+    tracker: Tracker
+    say: Say
+    profile: Callable[[], None]
+    """Called after every step."""
+
+    def __post_init__(self) -> None:
+        world = self.engine.world
+        self._peak_flops = peak_flops(world.device)
         self.means = IntervalMeans()
-        names = names_of(data, is_first=engine.world.is_first)
+        names = names_of(self.data, is_first=world.is_first)
         self._skipped = SkippedUpdateMonitor(
-            data=data,
+            data=self.data,
             names=names,
-            plan=plan,
-            start_step=start_step,
-            num_skipped=engine.health().skipped,
-            say=say,
+            plan=self.plan,
+            start_step=self.start_step,
+            num_skipped=self.engine.health().skipped,
+            say=self.say,
         )
         self._unreadable = UnreadableSampleMonitor(
-            data=data,
+            data=self.data,
             names=names,
-            max_fraction=run.data.max_unreadable_fraction,
-            num_replaced=num_unreadable,
-            say=say,
+            max_fraction=self.run.data.max_unreadable_fraction,
+            num_replaced=self.num_replaced,
+            say=self.say,
         )
 
-        self._start_step = start_step
         self._clock = _Clock()
-        self._paced_from = (self._clock.start, start_step)
+        self._paced_from = (self._clock.start, self.start_step)
         # The clock of the first step, which starts workers and compiles. It counts for the
         # throughput only where its interval has no other step.
         self._first: _Clock | None = None
@@ -368,8 +349,8 @@ class IntervalLog:
         self._clock.start += time.perf_counter() - start
 
     def _wait_for_device(self) -> None:
-        if self._engine.world.device.type == "cuda":
-            torch.cuda.synchronize(self._engine.world.device)
+        if self.engine.world.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.world.device)
 
     def advance(self) -> None:
         """After every step: the clock of the first interval, and the profiler."""
@@ -377,14 +358,14 @@ class IntervalLog:
             self._wait_for_device()
             self._first = self._clock
             self._clock = _Clock()
-        self._profile()
+        self.profile()
 
     def write(self, step: int, *, lr: float) -> None:
         """Log the interval that ends with `step`. Collective.
 
         Raises UserError when training has diverged or the data is too damaged.
         """
-        engine = self._engine
+        engine = self.engine
         # First the means: they wait for the device, so the time is measured correctly.
         metrics = self.means.read() | self._speed()
         metrics |= {"train/lr": lr, "train/grad_norm": engine.gradient_norm()}
@@ -396,17 +377,17 @@ class IntervalLog:
         speed = metrics["vitals/images_per_s"]
         wait = metrics["vitals/data_wait"]
         if self._peak_flops is not None:
-            flops = self._flops_per_image * speed / engine.world.world_size
+            flops = self.flops_per_image * speed / engine.world.world_size
             metrics["vitals/mfu"] = flops / self._peak_flops
 
-        seen = step * self._plan.global_batch
-        epoch = self._plan.num_samples
+        seen = step * self.plan.global_batch
+        epoch = self.plan.num_samples
         self._unreadable.report(step, num_seen=seen, num_samples=epoch)
         if self.num_unreadable:
             metrics["vitals/unreadable"] = float(self.num_unreadable)
 
         self.tracker.log(metrics, step=step)
-        steps = self._plan.total_steps
+        steps = self.plan.total_steps
         loss = metrics["train/loss"]
         eta = format_duration(self._seconds_left(step))
         self.say(
@@ -421,10 +402,10 @@ class IntervalLog:
         now = time.perf_counter()
         begun, first_step = self._paced_from
         # The time before that line has the start of workers and compilation.
-        if first_step == self._start_step:
+        if first_step == self.start_step:
             self._paced_from = (now, step)
         pace_s = (now - begun) / (step - first_step)
-        return pace_s * (self._plan.total_steps - step)
+        return pace_s * (self.plan.total_steps - step)
 
     def _speed(self) -> dict[str, float]:
         clock = self._clock
@@ -438,5 +419,5 @@ class IntervalLog:
         num_images, wait_s = sum_over_ranks(own).tolist()
         return {
             "vitals/images_per_s": num_images / elapsed,
-            "vitals/data_wait": wait_s / self._engine.world.world_size / elapsed,
+            "vitals/data_wait": wait_s / self.engine.world.world_size / elapsed,
         }

@@ -42,6 +42,7 @@ from vitscale.config.redaction import redact
 from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, training_batches
 from vitscale.data.order import ORDER_VERSION
+from vitscale.data.samples import view_shapes
 from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
 from vitscale.data.webdataset import check_shares
 from vitscale.distributed.atomic_files import or_warn, write_json, write_text
@@ -192,6 +193,8 @@ class TrainingSession:
         agreed = self.objective.prepare(
             classes=self.data.classes, world=self.world, engine=run.engine
         )
+        if self.objective.couples:
+            agreed["coupled_images"] = world_size * self.plan.micro_batch
         self._description = compatibility_key(run, self.arch, self.data, agreed)
 
     def _open_checkpoints(self, stack: ExitStack) -> Checkpoint | None:
@@ -293,6 +296,7 @@ class TrainingSession:
 
     def _open_loader(self, stack: ExitStack) -> None:
         plan = self.plan
+        self._views = view_shapes(self.run.data, self.run.model.image_size)
         loader = training_batches(
             self.data,
             settings=self.run.data,
@@ -384,7 +388,7 @@ class TrainingSession:
             self.data,
             self.engine,
             start_step=self.start_step,
-            num_unreadable=self._num_unreadable,
+            num_replaced=self._num_unreadable,
             flops_per_image=self.objective.train_flops_per_image(self.arch),
             tracker=stack.enter_context(tracker),
             say=say,
@@ -474,6 +478,8 @@ class TrainingSession:
             first = step * plan.global_batch + number * plan.micro_batch
             positions = np.arange(first, first + len(batch.labels))
             batch = replace(batch, positions=positions)
+            if self.run.data.views:
+                batch = batch.with_views(self._views)
             if mixing is not None:
                 batch = mix_batch(
                     batch, mixing, seed=seed, step=step, first_position=first

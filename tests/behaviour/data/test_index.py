@@ -425,8 +425,8 @@ def test_a_mixture_names_all_its_parts(shards, tmp_path):
     others = [
         opened(shards),
         opened(shards, mixture=[{"path": str(other), "share": 0.5}]),
-        opened(shards, views=2),
-        opened(shards, views=3),
+        opened(shards, repeats=2),
+        opened(shards, repeats=3),
         opened(other, mixture=[{"path": str(shards), "share": 0.25}]),
     ]
     assert len({mixed.fingerprint, *(each.fingerprint for each in others)}) == 6

@@ -121,7 +121,7 @@ def test_a_dead_or_hung_worker_is_named(shards, monkeypatch, number, message):
 class StuckSamples(Samples):
     """At positions above 0 the worker sleeps or computes for ever. A label is its process id."""
 
-    image_size = 2
+    shape = (3, 2, 2)
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -177,7 +177,7 @@ def test_a_worker_that_makes_progress_is_not_hung():
 class NumberedSamples(Samples):
     """All pixels of an image are its position."""
 
-    image_size = 2
+    shape = (3, 2, 2)
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         out.fill_(position)
@@ -200,7 +200,7 @@ def test_workers_that_are_ahead_leave_alone_what_is_read(workers):
 class AwaySamples(Samples):
     """Storage that fails for longer than a retry helps, as a worker finds it."""
 
-    image_size = 2
+    shape = (3, 2, 2)
 
     def __init__(self, error: UserError) -> None:
         self.error = error

@@ -36,7 +36,7 @@ def run_of(folders: Folders, which: str) -> Run:
     if which == "plain":
         return Run(folders[0])
     more = {
-        "views": 2,
+        "repeats": 2,
         "first_percent": 80,
         "mixture": [{"path": str(folders[1]), "share": 0.3}],
         "augment": {

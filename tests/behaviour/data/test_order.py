@@ -16,7 +16,7 @@ from vitscale.data.order import (
     MIXTURE_BLOCK,
     ORDER_VERSION,
     REMEMBERED,
-    VIEW_BLOCK,
+    REPEAT_BLOCK,
     SampleOrder,
     TrainingOrder,
     check_mixed,
@@ -63,7 +63,7 @@ def test_order_is_pinned_for_all_time():
     )
     mixed = TrainingOrder(parts=parts, shares=(700_000, 300_000), views=2)
     draws = [mixed.at(position) for position in range(0, 4 * MIXTURE_BLOCK, 29)]
-    text = repr([(draw.part, draw.epoch, draw.sample, draw.view) for draw in draws])
+    text = repr([(draw.part, draw.epoch, draw.sample, draw.repeat) for draw in draws])
     digest = hashlib.sha256(text.encode()).hexdigest()
     assert ORDER_VERSION == 1
     assert digest[:16] == "b3d807c974a49307"
@@ -126,12 +126,12 @@ def test_tars_sorted_by_class_are_refused(num_classes, num_tars, is_refused):
 # ---- mixtures and views -------------------------------------------------------------------------
 
 
-def mixture(*shares: int, nums: tuple[int, ...], views: int = 1) -> TrainingOrder:
+def mixture(*shares: int, nums: tuple[int, ...], repeats: int = 1) -> TrainingOrder:
     parts = tuple(
         order([num // 2, num - num // 2], fingerprint=f"part {i}")
         for i, num in enumerate(nums)
     )
-    return TrainingOrder(parts=parts, shares=shares, views=views)
+    return TrainingOrder(parts=parts, shares=shares, repeats=repeats)
 
 
 @pytest.mark.parametrize(
@@ -155,10 +155,10 @@ def test_each_set_keeps_its_own_order_and_share(shares, nums):
 
 @every(views="2, 3")
 def test_every_sample_comes_once_in_each_view(views):
-    num = 5 * VIEW_BLOCK
-    order_of_views = mixture(1_000_000, nums=(num,), views=views)
+    num = 5 * REPEAT_BLOCK
+    order_of_views = mixture(1_000_000, nums=(num,), repeats=views)
     draws = [order_of_views.at(position) for position in range(views * num)]
-    assert Counter((d.sample, d.view) for d in draws) == {
+    assert Counter((d.sample, d.repeat) for d in draws) == {
         (sample, view): 1 for sample in range(num) for view in range(views)
     }
     more = [
@@ -167,9 +167,9 @@ def test_every_sample_comes_once_in_each_view(views):
     assert len({augmentation_key(0, draw) for draw in draws + more}) == 2 * views * num
 
     # A sample's views fall into one stretch: a global batch that is a multiple holds them together.
-    for start in range(0, views * num, views * VIEW_BLOCK):
-        stretch = [d.sample for d in draws[start : start + views * VIEW_BLOCK]]
-        assert len(set(stretch)) == VIEW_BLOCK
+    for start in range(0, views * num, views * REPEAT_BLOCK):
+        stretch = [d.sample for d in draws[start : start + views * REPEAT_BLOCK]]
+        assert len(set(stretch)) == REPEAT_BLOCK
 
     # ... and neighbours are different samples, which mixing relies on.
     assert all(

@@ -189,14 +189,10 @@ def cases(draw: st.DrawFn) -> tuple[bytes, bytes, CropRequest, bool]:
 def test_any_crop_of_any_bytes_is_pillows_or_an_error(
     name: str, case: tuple[bytes, bytes, CropRequest, bool]
 ) -> None:
-    """Also in the row of a batch that is given."""
     decoder, (data, broken, request, must_agree) = make(name), case
     expected = crops.crop_and_resize(crops.decode(data), request)
     assert decoder.size(data) == crops.decode(data).shape[1::-1]
     assert torch.equal(decoder.crop(data, request), expected)
-    batch = torch.full((3, 3, *request.shape), 7, dtype=torch.uint8)
-    assert decoder.crop(data, request, out=batch[1]).data_ptr() == batch[1].data_ptr()
-    assert torch.equal(batch[1], expected) and (batch[[0, 2]] == 7).all()
     # Damage beside the box may not be seen; Pillow's pixels of damaged images are those of all.
     plain = request_of(request.box, size=request.size)
     found, expected = (outcome(each, broken, plain) for each in (decoder, Pillow()))
@@ -212,17 +208,11 @@ def test_ordinary_jpegs_are_decoded_without_libjpeg(vectors: None, coding: str) 
     pixels = np.zeros((3, 9, 9), np.uint8)
     for kind in ("smooth", "noise"):
         data = encode(picture(WIDTH, HEIGHT, kind=kind), coding)
-        used_own = crops.decode_region(
-            data, request_of(CropBox(17, 15, 31, 18), size=9), pixels
+        used_own = crops.decode_regions(
+            data, [request_of(CropBox(17, 15, 31, 18), size=9)], [pixels]
         )
         assert used_own == (coding in ORDINARY | RESTARTS)
         assert bool(find_entry_points(data)) == (coding in ORDINARY)
-
-
-def test_ordinary_webp_is_not_left_to_pillow() -> None:
-    fast = {n for n, d in small_samples().items() if crops.decode_webp(d) is not None}
-    assert fast == {"webp", "webp smooth", "webp lossless", "webp lossless rgba"}
-    assert crops.decode_webp(small_samples()["webp"] + b"more") is None
 
 
 @pytest.mark.parametrize("limit", [Image.MAX_IMAGE_PIXELS, None])
@@ -301,7 +291,7 @@ def cut(data: bytes, points: bytes, box: CropBox = LARGE) -> tuple[bool, np.ndar
     """Whether our own decoder was used, and the pixels."""
     pixels = np.zeros((3, 9, 9), np.uint8)
     request = request_of(box, size=9, antialias=True, entry_points=points)
-    return crops.decode_region(data, request, pixels), pixels
+    return crops.decode_regions(data, [request], [pixels]), pixels
 
 
 @words(coding="4:4:4 4:2:0 grey")

@@ -366,7 +366,7 @@ def test_a_sweep_opens_its_index_once(monkeypatch):
             "num_workers": i,
             "crop_area": [0.1, 0.5 + i / 100],
         }
-        varied |= {"global_batch": 1 + i % 4, "views": 1 + i % 2}
+        varied |= {"global_batch": 1 + i % 4, "repeats": 1 + i % 2}
         assert check(varied, seed=i, optim={"lr": 1e-3 + i}).result == "ok"
     assert opened == ["train"]
     assert "4 samples" in check({"first_percent": 25}).detail

@@ -25,7 +25,7 @@ PLAIN = dict(
     optimizer=optim.name moment=optim.momentum_dtype layer_decay=optim.layer_decay
     batch=data.global_batch lr=optim.lr decay=schedule.decay decay_from=schedule.decay_from
     final_lr=schedule.final_lr decay_mode=optim.weight_decay_mode dropout=model.dropout
-    flip=data.horizontal_flip views=data.views clip=optim.clip_norm head_bias=model.head_bias
+    flip=data.horizontal_flip views=data.repeats clip=optim.clip_norm head_bias=model.head_bias
     head_std=model.head_std classes=model.num_classes px=model.image_size
     tanh_layer=model.representation_layer gelu=model.gelu eps=model.layer_norm_eps
     layer_scale=model.layer_scale init=model.weight_init

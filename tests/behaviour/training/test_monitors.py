@@ -160,7 +160,7 @@ def test_the_index_is_read_on_the_rank_that_prints_alone(tmp_path, rank, expecte
     assert names_of(data, is_first=rank == 0)([(0, 3), (0, 1)]) == expected
     log = opened(data, replace(WORLD, rank=rank))
     for monitor in (log._skipped, log._unreadable):
-        assert monitor._names_of([(0, 3)]) == expected[:1]
+        assert monitor.names([(0, 3)]) == expected[:1]
 
 
 # ---- rates ---------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def opened(data, world: World) -> IntervalLog:
         data,
         engine,
         start_step=0,
-        num_unreadable=0,
+        num_replaced=0,
         flops_per_image=1.0,
         tracker=tracker,
         say=print,
@@ -348,7 +348,7 @@ def test_time_left_counts_evaluations_and_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A start of 50 s, a second a step, and 20 s for an evaluation before step 30."""
-    log: Any = SimpleNamespace(_paced_from=(0.0, 0), _start_step=0, _plan=PLAN)
+    log: Any = SimpleNamespace(_paced_from=(0.0, 0), start_step=0, plan=PLAN)
     for step, now, left in (
         (10, 60, 540),
         (20, 70, 80),

@@ -23,7 +23,7 @@ TRAINING: dict[str, dict[str, Any]] = yaml.safe_load(f"""
 plain: {{crop: plain, interpolation: bicubic, antialias: true}}
 augreg: {{augment: {{randaugment: {{num_ops: 2, magnitude: 15}}}}, mixing: {{mixup_alpha: 0.5}}}}
 deit:
-  views: 2
+  repeats: 2
   interpolation: bicubic
   augment:
     randaugment: {{policy: timm, magnitude: 9, magnitude_std: 0.5}}

@@ -45,7 +45,7 @@ struct baseline {
     struct scan scan;
     struct bit_reader in;
     struct box box;
-    struct resampler *sink;
+    struct sink *sink;
     JDIMENSION width, height, mcus_across, mcus_down, done; /* rows given to `sink` */
     struct span mcu_columns, mcu_rows;                      /* that hold blocks of the box */
     size_t segment, interval, until_restart;
@@ -411,7 +411,7 @@ static void give_rows(struct baseline *b, JDIMENSION ready)
     for (; b->done < ready && b->done < bottom; b->done++) {
         int y = (int)(b->done - b->box.top);
         const uint8_t *light = row_of(&b->bands[0], b->done);
-        if (!b->sink->is_used[y])
+        if (!sink_needs_row(b->sink, y))
             continue;
         light += b->box.left - (size_t)b->bands[0].columns.first * BLOCK;
         if (b->num_bands == 1)
@@ -419,7 +419,7 @@ static void give_rows(struct baseline *b, JDIMENSION ready)
         else
             blocks_to_rgb(light, chroma_of(b, 1, b->done, b->chroma[0]),
                           chroma_of(b, 2, b->done, b->chroma[1]), width, b->rgb);
-        resampler_take_row(b->sink, y, b->rgb);
+        sink_take_row(b->sink, y, b->rgb);
     }
 }
 
@@ -482,7 +482,7 @@ static int open_image(struct baseline *b, const struct jpeg_decompress_struct *c
 }
 
 int baseline_read(const struct jpeg_decompress_struct *codec, const struct box *box,
-                  const struct entries *entries, struct resampler *sink)
+                  const struct entries *entries, struct sink *sink)
 {
     struct baseline b;
     int is_read = open_image(&b, codec, box) && open_memory(&b) == 0;
@@ -562,7 +562,7 @@ int baseline_find_entries(const struct jpeg_decompress_struct *codec, unsigned e
 
 #else
 int baseline_read(const struct jpeg_decompress_struct *codec, const struct box *box,
-                  const struct entries *entries, struct resampler *sink)
+                  const struct entries *entries, struct sink *sink)
 {
     (void)codec;
     (void)box;

@@ -27,7 +27,7 @@ struct entries {
  * image is not supported or has a fault; libjpeg, whose state is unchanged, must decode it.
  * `entries` of another number of places are not used. */
 int baseline_read(const struct jpeg_decompress_struct *codec, const struct box *box,
-                  const struct entries *entries, struct resampler *sink);
+                  const struct entries *entries, struct sink *sink);
 /* Find the entry points of an image. 0: not supported, damaged, with restart markers, which do the
  * same, or out of memory; otherwise free `entries->bytes`. */
 int baseline_find_entries(const struct jpeg_decompress_struct *codec, unsigned each,

@@ -1,10 +1,11 @@
-/* Decode one box of a JPEG, without the rest of the image, and resample it row by row.
+/* Decode boxes of a JPEG, without the rest of the image, and resample them row by row.
  *
  * Owns: the calls to libjpeg-turbo, and every check that untrusted bytes need.
  * Leaves out: resampling (_resample.c), unsupported images (decoders.py).
  *
- * Rows above the box are entropy-decoded only, rows below are not read at all, and to the left and
- * right only whole blocks that touch the box are transformed. Any error or warning of the library
+ * One pass decodes the smallest box around all of them. Rows above it are entropy-decoded only, rows
+ * below are not read at all, and to the left and right only whole blocks that touch it are
+ * transformed. Any error or warning of the library
  * is a ValueError; the caller then uses Pillow.
  */
 #include <Python.h>
@@ -30,6 +31,7 @@
 #define MARGIN 2
 #define MAX_ROWS 4 /* libjpeg hands out at most this many rows at once (vertical sampling) */
 #define MAX_SIZE 4096
+#define MAX_BOXES 64
 #define MAX_SCANS 100 /* progressive files have about 10; each scan visits the whole image */
 
 struct guard {
@@ -43,8 +45,8 @@ struct request {
     const unsigned char *data;
     unsigned long num_bytes;
     unsigned long max_pixels;
-    struct box box;
-    struct resampler *sink; /* takes the rows of the box; NULL: read the header only */
+    struct box box;    /* around those of `sink` */
+    struct sink *sink; /* takes the rows of the box; NULL: read the header only */
     int allow_baseline;     /* our own decoder, for images that it supports */
     struct entries entries; /* known, or found if `each` is not 0 */
     unsigned each;
@@ -137,7 +139,7 @@ static void read_box(j_decompress_ptr codec, const struct request *request)
         if (num < 1 || num > MAX_ROWS)
             refuse((j_common_ptr)codec, "rows of the box are missing");
         for (i = 0; i < num && done < box->height; i++, done++)
-            resampler_take_row(request->sink, (int)done, rows[i] + margin);
+            sink_take_row(request->sink, (int)done, rows[i] + margin);
     }
 }
 
@@ -180,15 +182,16 @@ static int run(struct request *request, char *text)
     return 0;
 }
 
-static int run_unlocked(struct request *request, uint8_t *out)
+/* outs: where the pixels of each part of `sink` go. */
+static int run_unlocked(struct request *request, uint8_t *const *outs)
 {
     char text[JMSG_LENGTH_MAX];
-    int failed;
+    int failed, i;
 
     Py_BEGIN_ALLOW_THREADS
     failed = run(request, text);
-    if (!failed && out != NULL)
-        resampler_finish(request->sink, out);
+    for (i = 0; !failed && request->sink != NULL && i < request->sink->num_parts; i++)
+        resampler_finish(&request->sink->parts[i].resampler, outs[i]);
     Py_END_ALLOW_THREADS
     if (failed)
         PyErr_SetString(PyExc_ValueError, text);
@@ -247,61 +250,121 @@ static int read_size(PyObject *size, Py_ssize_t *rows, Py_ssize_t *columns)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static int crop_unlocked(struct request *request, int rows, int columns, const int *options,
-                         uint8_t *out)
-{
-    struct resampler resampler;
-    int failed;
+/* One box and what becomes of it. */
+struct crop {
+    Py_ssize_t left, top, width, height, rows, columns;
+    int cubic, antialias, flip;
+    Py_buffer out; /* released by the caller */
+};
 
-    failed = resampler_open(&resampler, (int)request->box.width, (int)request->box.height, rows,
-                            columns, options[0], options[1], options[2], options[3]);
+/* Returns 0, or -1 with an error set. */
+static int read_crop(PyObject *tuple, unsigned long max_pixels, struct crop *crop)
+{
+    PyObject *size;
+
+    if (!PyArg_ParseTuple(tuple, "(nnnn)w*Oppp", &crop->left, &crop->top, &crop->width,
+                          &crop->height, &crop->out, &size, &crop->cubic, &crop->antialias,
+                          &crop->flip))
+        return -1;
+    if (read_size(size, &crop->rows, &crop->columns))
+        return -1;
+    if (crop->left < 0 || crop->top < 0 || crop->width < 1 || crop->height < 1 ||
+        crop->left > JPEG_MAX_DIMENSION || crop->top > JPEG_MAX_DIMENSION ||
+        crop->width > JPEG_MAX_DIMENSION || crop->height > JPEG_MAX_DIMENSION)
+        PyErr_SetString(PyExc_ValueError, "the box does not lie inside the image");
+    else if (crop->rows < 1 || crop->rows > MAX_SIZE || crop->columns < 1 ||
+             crop->columns > MAX_SIZE || (unsigned long)(crop->columns * crop->height) > max_pixels)
+        PyErr_SetString(PyExc_ValueError, "the output is larger than allowed");
+    else if (crop->out.len != crop->rows * crop->columns * CHANNELS)
+        PyErr_SetString(PyExc_ValueError, "the buffer does not have the size of the output");
+    else
+        return 0;
+    return -1;
+}
+
+/* The smallest box around all of them. */
+static struct box box_around(const struct crop *crops, int num)
+{
+    Py_ssize_t left = crops[0].left, top = crops[0].top, right = left, bottom = top;
+    struct box box;
+    int i;
+
+    for (i = 0; i < num; i++) {
+        const struct crop *crop = &crops[i];
+        left = crop->left < left ? crop->left : left;
+        top = crop->top < top ? crop->top : top;
+        right = crop->left + crop->width > right ? crop->left + crop->width : right;
+        bottom = crop->top + crop->height > bottom ? crop->top + crop->height : bottom;
+    }
+    box.left = (JDIMENSION)left;
+    box.top = (JDIMENSION)top;
+    box.width = (JDIMENSION)(right - left);
+    box.height = (JDIMENSION)(bottom - top);
+    return box;
+}
+
+static int crop_unlocked(struct request *request, const struct crop *crops, int num,
+                         int allow_avx2)
+{
+    struct part *parts = calloc((size_t)num, sizeof *parts);
+    uint8_t *outs[MAX_BOXES];
+    struct sink sink = {num, parts};
+    int failed = parts == NULL, i;
+
+    request->box = box_around(crops, num);
+    for (i = 0; i < num && !failed; i++) {
+        const struct crop *crop = &crops[i];
+        outs[i] = crop->out.buf;
+        parts[i].left = (int)(crop->left - (Py_ssize_t)request->box.left);
+        parts[i].top = (int)(crop->top - (Py_ssize_t)request->box.top);
+        failed = resampler_open(&parts[i].resampler, (int)crop->width, (int)crop->height,
+                                (int)crop->rows, (int)crop->columns, crop->cubic, crop->antialias,
+                                crop->flip, allow_avx2);
+    }
     if (failed)
         PyErr_NoMemory();
     else {
-        request->sink = &resampler;
-        failed = run_unlocked(request, out);
+        request->sink = &sink;
+        failed = run_unlocked(request, outs);
     }
-    resampler_close(&resampler);
+    for (i = 0; i < num && parts != NULL; i++)
+        resampler_close(&parts[i].resampler);
+    free(parts);
     return failed;
 }
 
 static PyObject *crop(PyObject *module, PyObject *arguments)
 {
     struct request request = {0};
-    Py_buffer data, out, known;
-    PyObject *size;
-    Py_ssize_t left, top, width, height, rows, columns;
-    int options[4], failed = -1; /* cubic, antialias, flip, allow AVX2 */
+    struct crop crops[MAX_BOXES];
+    Py_buffer data, known;
+    PyObject *list;
+    Py_ssize_t num;
+    int allow_avx2, i, failed = 0;
 
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "y*(nnnn)w*Opppkpy*", &data, &left, &top, &width, &height, &out,
-                          &size, &options[0], &options[1], &options[2], &request.max_pixels,
-                          &options[3], &known))
+    if (!PyArg_ParseTuple(arguments, "y*O!kpy*", &data, &PyList_Type, &list, &request.max_pixels,
+                          &allow_avx2, &known))
         return NULL;
-    if (read_size(size, &rows, &columns))
-        ; /* the error is set */
-    else if (left < 0 || top < 0 || width < 1 || height < 1 || left > JPEG_MAX_DIMENSION ||
-        top > JPEG_MAX_DIMENSION || width > JPEG_MAX_DIMENSION || height > JPEG_MAX_DIMENSION)
-        PyErr_SetString(PyExc_ValueError, "the box does not lie inside the image");
-    else if (rows < 1 || rows > MAX_SIZE || columns < 1 || columns > MAX_SIZE ||
-             (unsigned long)(columns * height) > request.max_pixels)
-        PyErr_SetString(PyExc_ValueError, "the output is larger than allowed");
-    else if (out.len != rows * columns * CHANNELS)
-        PyErr_SetString(PyExc_ValueError, "the buffer does not have the size of the output");
-    else {
+    memset(crops, 0, sizeof crops);
+    num = PyList_Size(list);
+    if (num < 1 || num > MAX_BOXES) {
+        PyErr_SetString(PyExc_ValueError, "1 to 64 boxes are allowed");
+        failed = -1;
+    }
+    for (i = 0; i < num && !failed; i++)
+        failed = read_crop(PyList_GetItem(list, i), request.max_pixels, &crops[i]);
+    if (!failed) {
         request.data = data.buf;
         request.num_bytes = (unsigned long)data.len;
-        request.allow_baseline = options[3];
+        request.allow_baseline = allow_avx2;
         request.entries.bytes = known.buf;
         request.entries.num_bytes = (size_t)known.len;
-        request.box.left = (JDIMENSION)left;
-        request.box.top = (JDIMENSION)top;
-        request.box.width = (JDIMENSION)width;
-        request.box.height = (JDIMENSION)height;
-        failed = crop_unlocked(&request, (int)rows, (int)columns, options, out.buf);
+        failed = crop_unlocked(&request, crops, (int)num, allow_avx2);
     }
+    for (i = 0; i < MAX_BOXES; i++)
+        PyBuffer_Release(&crops[i].out);
     PyBuffer_Release(&data);
-    PyBuffer_Release(&out);
     PyBuffer_Release(&known);
     if (failed)
         return NULL;
@@ -312,8 +375,8 @@ static PyMethodDef methods[] = {
     {"size", size, METH_VARARGS, "size(data, max_pixels) -> (width, height)"},
     {"entries", entries, METH_VARARGS, "entries(data, each, max_pixels) -> bytes"},
     {"crop", crop, METH_VARARGS,
-     "crop(data, (left, top, width, height), out, size, cubic, antialias, flip, max_pixels, "
-     "allow_avx2, entries): fills out with planes; size is a side or (rows, columns)"},
+     "crop(data, [((left, top, width, height), out, size, cubic, antialias, flip)], max_pixels, "
+     "allow_avx2, entries): fills each out with planes; size is a side or (rows, columns)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -357,8 +357,6 @@ void resampler_take_row(struct resampler *r, int y, const uint8_t *row)
 {
     uint8_t *strip = r->strips + (size_t)y * CHANNELS * r->stride;
 
-    if (!r->is_used[y])
-        return;
 #if HAS_AVX2
     if (r->with_avx2) {
         row_avx2(r, row, strip);
@@ -394,4 +392,34 @@ void resampler_close(struct resampler *r)
     free(r->offsets);
     free(r->is_used);
     free(r->strips);
+}
+
+/* A part covers the rows from its top to its top plus its height. */
+static int part_needs_row(const struct part *part, int y)
+{
+    int row = y - part->top;
+
+    return row >= 0 && row < part->resampler.height && part->resampler.is_used[row];
+}
+
+int sink_needs_row(const struct sink *sink, int y)
+{
+    int i;
+
+    for (i = 0; i < sink->num_parts; i++)
+        if (part_needs_row(&sink->parts[i], y))
+            return 1;
+    return 0;
+}
+
+void sink_take_row(struct sink *sink, int y, const uint8_t *row)
+{
+    int i;
+
+    for (i = 0; i < sink->num_parts; i++) {
+        struct part *part = &sink->parts[i];
+        if (part_needs_row(part, y))
+            resampler_take_row(&part->resampler, y - part->top,
+                               row + (size_t)part->left * CHANNELS);
+    }
 }

@@ -29,10 +29,27 @@ struct resampler {
 /* 0, or -1 if out of memory; call `resampler_close` in both cases. */
 int resampler_open(struct resampler *r, int width, int height, int rows, int columns,
                    int is_cubic, int antialias, int flip, int allow_avx2);
-/* One row of width * 3 bytes, followed by ROW_PADDING readable bytes. */
+/* A used row, of width * 3 bytes, followed by ROW_PADDING readable bytes. */
 void resampler_take_row(struct resampler *r, int y, const uint8_t *row);
 /* out: [3, rows, columns] */
 void resampler_finish(const struct resampler *r, uint8_t *out);
 void resampler_close(struct resampler *r);
+
+/* A box of an image whose rows pass by once, and its resampler. */
+struct part {
+    int left, top; /* in the rows that pass by */
+    struct resampler resampler;
+};
+
+/* Several boxes, which may overlap: each row is given to all that it touches. */
+struct sink {
+    int num_parts;
+    struct part *parts;
+};
+
+/* Whether a resampler uses some of this row. */
+int sink_needs_row(const struct sink *sink, int y);
+/* One row of all boxes, followed by ROW_PADDING readable bytes. */
+void sink_take_row(struct sink *sink, int y, const uint8_t *row);
 
 #endif
