@@ -87,28 +87,30 @@ def ours(task: Task, *, views: tuple[dict[str, Any], ...]) -> Iterator[Any]:
         yield from batches
 
 
+def _torchvision_decode(
+    side: int, *, num_local: int
+) -> Callable[[bytes], torch.Tensor]:
+    from torchvision.io import ImageReadMode, decode_image
+    from torchvision.transforms import v2
+
+    flip = v2.RandomHorizontalFlip()
+    crop = v2.RandomResizedCrop(side, scale=AREA)
+    small_crop = v2.RandomResizedCrop(LOCAL_SIDE, scale=LOCAL_AREA)
+
+    def decode(data: bytes) -> torch.Tensor:
+        stored = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        pixels = decode_image(stored, mode=ImageReadMode.RGB)
+        views = [flip(crop(pixels)) for _ in range(2)]
+        views += [flip(small_crop(pixels)) for _ in range(num_local)]
+        return torch.cat([view.flatten() for view in views])
+
+    return decode
+
+
 def torchvision(task: Task, *, num_local: int) -> Iterator[Any]:
     """Two crops, and `num_local` small ones, of one decode; transforms v2 on tensors."""
-
-    def make_decode(side: int) -> Callable[[bytes], torch.Tensor]:
-        from torchvision.io import ImageReadMode, decode_image
-        from torchvision.transforms import v2
-
-        flip = v2.RandomHorizontalFlip()
-        crop = v2.RandomResizedCrop(side, scale=AREA)
-        small_crop = v2.RandomResizedCrop(LOCAL_SIDE, scale=LOCAL_AREA)
-
-        def decode(data: bytes) -> torch.Tensor:
-            stored = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            pixels = decode_image(stored, mode=ImageReadMode.RGB)
-            views = [flip(crop(pixels)) for _ in range(2)]
-            views += [flip(small_crop(pixels)) for _ in range(num_local)]
-            return torch.cat([view.flatten() for view in views])
-
-        return decode
-
     yield from DataLoader(
-        _Stored(task, make_decode),
+        _Stored(task, partial(_torchvision_decode, num_local=num_local)),
         batch_size=BATCH,
         sampler=range(BATCH << 20),
         **_processes(task),

@@ -1,0 +1,160 @@
+"""Views of an image: each is a function of its key, whatever the others are, on any layout."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.corpora.shard_folders import write_shard_folder
+from vitscale.data.loader import Batch, start_loader_server, training_batches
+from vitscale.data.samples import Augmentation, TrainingSamples, view_shapes
+from vitscale.data.settings import DataSettings, data_problems
+from vitscale.data.training_set import open_training_set
+from vitscale.distributed.random_numbers import CounterRandom, stream_key
+from vitscale.images import crops
+from vitscale.images.augment import augment
+from vitscale.images.settings import AugmentSettings
+
+SIZE = 16
+SEED = 3
+# Two sizes, so that the pixels of one view cannot be taken for those of the other.
+GLOBAL = {"name": "global", "count": 2, "crop_area": (0.4, 1.0)}
+LOCAL = {"name": "local", "count": 3, "image_size": 8, "crop_area": (0.05, 0.4)}
+ERASED = {"erasing": {"probability": 1.0}}
+VIEWS = (GLOBAL, LOCAL | {"augment": ERASED})
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("views")
+    return write_shard_folder(folder / "a", num_per_class=6, num_shards=3)
+
+
+def settings_of(shards: Path, views=VIEWS, **more) -> DataSettings:
+    values = {"path": str(shards), "global_batch": 4, "views": views, **more}
+    return DataSettings.model_validate(values)
+
+
+def batches(settings: DataSettings, *, rank: int = 0, ranks: int = 1) -> list[Batch]:
+    """The first two global batches, with their views."""
+    loader = training_batches(
+        open_training_set(settings, seed=SEED),
+        settings=settings,
+        image_size=SIZE,
+        seed=SEED,
+        start=0,
+        stop=8,
+        rank=rank,
+        world_size=ranks,
+        micro_batch=4 // ranks,
+        pin_memory=False,
+    )
+    with loader as stored:
+        if not settings.views:
+            return list(stored)
+        shapes = view_shapes(settings, SIZE)
+        return [batch.with_views(shapes) for batch in stored]
+
+
+def test_each_crop_is_drawn_by_its_number(shards):
+    """Written out from docs/loader.md: the key names seed, epoch, sample and the crop's number."""
+    settings = settings_of(shards)
+    (first, _) = batches(settings)
+    training_set = open_training_set(settings, seed=SEED)
+
+    for row in range(4):
+        draw = training_set.order.at(row)
+        pixels = crops.decode(training_set.parts[0].read(draw.sample))
+        height, width, _ = pixels.shape
+        for number in range(5):
+            # The first crop has the key that the only view of an image has.
+            further = (0, 0, number) if number else ()
+            place = (SEED, draw.epoch, draw.sample, *further)
+            random = CounterRandom(stream_key("augment", *place))
+            area = (0.4, 1.0) if number < 2 else (0.05, 0.4)
+            box = crops.random_crop_box(
+                width, height, area=area, aspect=(3 / 4, 4 / 3), random=random
+            )
+            request = crops.CropRequest(
+                box=box,
+                size=SIZE if number < 2 else 8,
+                interpolation="bilinear",
+                antialias=False,
+                flip=random.uniform() < 0.5,
+            )
+            right = crops.crop_and_resize(pixels, request)
+            if number >= 2:
+                erasing = AugmentSettings.model_validate(ERASED)
+                random = CounterRandom(stream_key("augment2", *place))
+                right = augment(right, erasing, random, (0.5,) * 3, (0.5,) * 3)
+
+            name, inside = ("global", number) if number < 2 else ("local", number - 2)
+            assert torch.equal(first.views[name][row, inside], right)
+
+
+def test_views_change_neither_the_first_crop_nor_each_other(shards):
+    alone = batches(settings_of(shards, views=({"name": "only"},)))
+    plain = batches(settings_of(shards, views=()))
+    pair = batches(settings_of(shards, views=(GLOBAL,), crop_area=(0.4, 1.0)))
+    several = batches(settings_of(shards))
+
+    # A view with the keys of `data` is what an image is without views: the golden pixels.
+    for one, other in zip(alone, plain, strict=True):
+        assert torch.equal(one.images, other.images)
+        assert torch.equal(one.views["only"][:, 0], other.images)
+        assert torch.equal(one.labels, other.labels)
+    for one, other in zip(pair, several, strict=True):
+        assert torch.equal(one.views["global"], other.views["global"])
+        assert not torch.equal(*one.views["global"].unbind(1))
+        assert list(other.views) == ["global", "local"]
+        assert other.views["local"].shape == (4, 3, 3, 8, 8)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("workers", [1, 3])
+def test_views_do_not_depend_on_the_layout(shards, workers):
+    start_loader_server(workers)
+    whole = batches(settings_of(shards, num_workers=0))
+    halves = [
+        batches(settings_of(shards, num_workers=workers), rank=rank, ranks=2)
+        for rank in range(2)
+    ]
+    for number, batch in enumerate(whole):
+        for name, right in batch.views.items():
+            ours = torch.cat([half[number].views[name] for half in halves])
+            assert torch.equal(ours, right)
+
+
+def test_an_unreadable_image_is_replaced_in_all_views(shards, monkeypatch):
+    """Views of two images in one row would be a pair that is none."""
+    settings = settings_of(shards, max_unreadable_fraction=1.0)
+    training_set = open_training_set(settings, seed=SEED)
+    samples = TrainingSamples(
+        training_set, Augmentation(settings, image_size=SIZE, seed=SEED)
+    )
+    decode = samples.augmentation.decoder.crops
+    read: list[bytes] = []
+
+    def damaged_at_first(data, requests, outs) -> None:
+        read.append(data)
+        if len(read) == 1:
+            outs[0].fill_(255)
+            raise OSError("damaged")
+        decode(data, requests, outs)
+
+    monkeypatch.setattr(samples.augmentation.decoder, "crops", damaged_at_first)
+    replaced = torch.empty(samples.shape, dtype=torch.uint8)
+    _, unreadable = samples.fill(0, replaced)
+    assert [sample.error for sample in unreadable] == ["damaged"]
+
+    # The substitute alone, drawn with the key of the image that it replaces.
+    draw = training_set.order.at(0)
+    right = torch.empty_like(replaced)
+    samples.augmentation.write(read[1], draw, right)
+    assert read[0] != read[1]
+    assert torch.equal(replaced, right)
+
+
+def test_two_views_of_one_name_are_refused(shards):
+    settings = settings_of(shards, views=(GLOBAL, GLOBAL))
+    assert [key for key, _ in data_problems(settings)] == ["data.views"]
