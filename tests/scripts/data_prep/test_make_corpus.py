@@ -34,7 +34,7 @@ def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path):
     files = files_of(tmp_path / "a")
     assert files == files_of(tmp_path / "b")
 
-    # scikit-learn's 1,797, of which 20 % of each class (174 to 183 images) are the test split.
+    # Of scikit-learn's 1,797 images 360 are the test split, about as many of each class.
     counts = Counter(path.partition("/")[0] for path in files)
     assert counts == {"train": 1437, "test": 360}
     per_class = Counter(str(Path(path).parent) for path in files)
