@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,6 +61,7 @@ from benchmarks.training_loops import (
     TimmLoop,
     interleaved,
     matmul_rate,
+    run_steps,
     seconds_of,
     start_afresh,
     synchronize,
@@ -79,25 +81,36 @@ from vitscale.training.interval_log import peak_flops
 
 # Of the recipes in configs/: no regularisation, 1,000 classes, softmax, clipping, a short schedule.
 PLAIN = (
-    *(
-        "model.num_classes=1000",
-        "model.representation_layer=false",
-        "model.dropout=0.0",
-    ),
-    *(
-        "model.head_bias=0.0",
-        "objective.loss=softmax",
-        "optim.clip_norm=1.0",
-        "optim.lr=3e-4",
-    ),
-    *("optim.weight_decay=0.1", "schedule.epochs=null", "schedule.steps=1000"),
-    *("schedule.warmup_steps=10", "schedule.final_lr=0.0", "schedule.decay=cosine"),
-    *("checkpoint.every_steps=1000", "evaluate=[]", "tracking.uri=null"),
+    # The model that timm has under the same name.
+    "model.num_classes=1000",
+    "model.representation_layer=false",
+    "model.dropout=0.0",
+    "model.head_bias=0.0",
+    # What all loops do: softmax, a clipped gradient norm, decay.
+    "objective.loss=softmax",
+    "optim.clip_norm=1.0",
+    "optim.lr=3e-4",
+    "optim.weight_decay=0.1",
+    # Short, so that the loss falls within the steps of a measurement.
+    "schedule.epochs=null",
+    "schedule.steps=1000",
+    "schedule.warmup_steps=10",
+    "schedule.final_lr=0.0",
+    "schedule.decay=cosine",
+    # Nothing beside the steps.
+    "checkpoint.every_steps=1000",
+    "evaluate=[]",
+    "tracking.uri=null",
 )
 TINY = (
-    *("model.width=48", "model.depth=2", "model.num_heads=2", "model.mlp_width=96"),
-    *("model.image_size=32", "model.patch_size=8"),
+    "model.width=48",
+    "model.depth=2",
+    "model.num_heads=2",
+    "model.mlp_width=96",
+    "model.image_size=32",
+    "model.patch_size=8",
 )
+# By timm's names, but for the MLP, which is wider there: a toy compares no speed.
 TINY_TIMM = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
 
 
@@ -132,12 +145,17 @@ RECIPES = {
         "model.num_classes=null",
     ),
 }
-RECIPE_BATCH, HOST_BATCH, RECIPE_STEPS = 32, 4, 10
+RECIPE_BATCH = 32
+RECIPE_STEPS = 10
+# So few that the device waits for the host.
+HOST_BATCH = 4
+# Each is a method of `Bench`; the order is that of the module's description.
 SECTIONS = ("probe", "recipes", "host", "models", "kernels", "loops", "stall", "data")
 # Several loops are in memory at once.
 COMPARED_SHARE = 0.5
 # Largest gap to the losses of the bare loop, over its first loss; other sums of bf16.
 MAX_GAP = 0.01
+# Steps that compile, choose kernels and fill the allocator's pools.
 WARM_UP = 10
 NUM_KERNELS = 20
 
@@ -157,19 +175,30 @@ def main() -> None:
         "--total-mib", type=float, default=700, help="images are repeated"
     )
     parser.add_argument("--steps", type=int, default=20, help="of each loop and round")
+    # Only defaults change, so what is given with --toy still counts.
     if parser.parse_args().toy:
         parser.set_defaults(rounds=2, steps=2, total_mib=1)
     options = parser.parse_args()
     run_benchmark(
-        options, lambda work: measure(work, options), "torch", "deepspeed", "timm"
+        options,
+        lambda work: measure(work, options),
+        "torch",
+        "deepspeed",
+        "timm",
     )
 
 
 def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
-    threads = 1 if options.toy else None
-    with process_group(
-        device=options.device, timeout_min=10, num_threads=threads
-    ) as world:
+    num_threads = None
+    # Threads cost a tiny model more than they give.
+    if options.toy:
+        num_threads = 1
+    group = process_group(
+        device=options.device,
+        timeout_min=10,
+        num_threads=num_threads,
+    )
+    with group as world:
         bench = Bench(options=options, world=world, work=work)
         for section in options.sections:
             getattr(bench, section)()
@@ -186,22 +215,23 @@ class Bench:
     results: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
-    def keep(self, *keys: str, found: Any) -> None:
+    def keep(self, *keys: str, result: Any) -> None:
         """Add a result and write all of them."""
-        place = self.results
-        for key in keys[:-1]:
-            place = place.setdefault(key, {})
-        place[keys[-1]] = found
+        *sections, last = keys
+        section = self.results
+        for key in sections:
+            section = section.setdefault(key, {})
+        section[last] = result
+        # Now, since the machine may be taken away before the end.
         if self.options.json:
             self.options.json.write_text(json.dumps(self.results, indent=1) + "\n")
 
-    def has_time(self, what: str) -> bool:
+    def has_time(self, name: str) -> bool:
         """Whether a measurement may begin; a line says which one does not."""
-        if time.monotonic() - self.began < self.options.minutes * 60:
+        minutes = self.options.minutes
+        if time.monotonic() - self.began < minutes * 60:
             return True
-        print(
-            f"{what}: left out, {self.options.minutes:g} minutes are over", flush=True
-        )
+        print(f"{name}: left out, {minutes:g} minutes are over", flush=True)
         return False
 
     @property
@@ -212,40 +242,51 @@ class Bench:
         self, name: str, *more: str, share: float = 1.0, batch: int | None = None
     ) -> Task:
         """A model with a share of its batch, or another, and further overrides."""
+        # Every task is a new model: what the last one left must not take its memory.
         start_afresh(self.world.device)
-        batch = 4 if self.options.toy else batch or int(MODELS[name].batch * share)
-        sizes = (f"data.global_batch={batch}", f"engine.max_micro_batch={batch}")
-        given = [
-            each
-            for each in PLAIN
-            if "objective.name=mae" not in more or "loss" not in each
+
+        overrides = list(PLAIN)
+        # MAE has a loss of its own, and refuses the key.
+        if "objective.name=mae" in more:
+            overrides.remove("objective.loss=softmax")
+        if batch is None:
+            batch = int(MODELS[name].batch * share)
+        if self.options.toy:
+            batch = 4
+            overrides += TINY
+        overrides += [
+            f"data.global_batch={batch}",
+            # One micro-batch: accumulation would hide what an update costs.
+            f"engine.max_micro_batch={batch}",
+            f"engine.device={self.world.device.type}",
+            "engine.precision=bf16",
+            *more,
         ]
-        given += [*(TINY if self.options.toy else ()), *sizes]
-        given += [f"engine.device={self.world.device.type}", "engine.precision=bf16"]
-        given += more
         path = ROOT / "configs" / f"{MODELS[name].config}.yaml"
-        run = load_run(PretrainRun, path, overrides=given, with_site=False).run
+        run = load_run(PretrainRun, path, overrides=overrides, with_site=False).run
         return Task(run=run, device=self.world.device)
 
     def probe(self) -> None:
         """What every other number depends on."""
         device = self.world.device
+        name = "cpu"
+        capability = None
+        if self.on_gpu:
+            name = torch.cuda.get_device_name(device)
+            capability = torch.cuda.get_device_capability(device)
+        # The shape of L/16: torch chooses a kernel of attention by shape and type.
         query = torch.empty(2, 16, 197, 64, device=device, dtype=torch.bfloat16)
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "device": torch.cuda.get_device_name(device) if self.on_gpu else "cpu",
-            "capability": torch.cuda.get_device_capability(device)
-            if self.on_gpu
-            else None,
+            "device": name,
+            "capability": capability,
             "attention": int(torch._fused_sdp_choice(query, query, query)),
             "matmul_flops": self.matmul(),
         }
-        print(
-            "\n" + ", ".join(f"{name} {value}" for name, value in found.items()),
-            flush=True,
-        )
-        self.keep("probe", found=found)
+        shown = ", ".join(f"{key} {value}" for key, value in facts.items())
+        print("\n" + shown, flush=True)
+        self.keep("probe", result=facts)
 
     def recipes(self) -> None:
         """Ten steps, not compiled, of every stage and kind of recipe: none fails."""
@@ -262,23 +303,23 @@ class Bench:
                 where = f"{kind}, ZeRO {stage}"
                 if not self.has_time(where):
                     continue
-                given = (
+                task = self.task(
+                    "B16",
                     *overrides,
                     f"engine.zero_stage={stage}",
+                    # Compiling each of them would take longer than all their steps.
                     "engine.compile=false",
+                    batch=RECIPE_BATCH,
                 )
-                task = self.task("B16", *given, batch=RECIPE_BATCH)
-                loop, losses = (
-                    EngineLoop(task, self.world, stage=stage),
-                    list[torch.Tensor](),
-                )
-                step = stepper(loop, task.pool, losses)
-                for turn in range(RECIPE_STEPS):
-                    step(turn)
+                loop = EngineLoop(task, self.world, stage=stage)
+                losses: list[torch.Tensor] = []
+                run_steps(stepper(loop, task.pool, losses), RECIPE_STEPS)
                 values = [float(loss) for loss in losses]
+                # DeepSpeed's hooks stay in the process otherwise, and in the next loop's way.
                 loop.engine.close()
+
                 print(f"{where:24} {values[0]:8.4f} {values[-1]:8.4f}", flush=True)
-                self.keep("recipes", where, found=values)
+                self.keep("recipes", where, result=values)
                 if not all(map(math.isfinite, values)):
                     raise Failed(f"{where}: losses {values}")
 
@@ -286,30 +327,32 @@ class Bench:
         """Time of an update of four images, which is the host's on any GPU; nothing is compiled."""
         print(f"\nbatch {HOST_BATCH}, not compiled: ms of an update, calls of ATen")
         for name in self.options.models:
-            eager, layers = "engine.compile=false", "optim.layer_decay=0.75"
+            eager = "engine.compile=false"
             task = self.task(name, eager, batch=HOST_BATCH)
+            # The most groups of parameters that a recipe has: two for each layer.
+            layers = "optim.layer_decay=0.75"
             decayed = self.task(name, eager, layers, batch=HOST_BATCH)
+            engine = partial(EngineLoop, task, self.world)
             build: dict[str, Callable[[], Any]] = {
                 "bare": partial(BareLoop, task, precision="master", compiled=False),
-                "ZeRO 0": partial(EngineLoop, task, self.world, stage=0),
-                "ZeRO 1": partial(EngineLoop, task, self.world, stage=1),
+                "ZeRO 0": partial(engine, stage=0),
+                "ZeRO 1": partial(engine, stage=1),
                 "layer decay": partial(EngineLoop, decayed, self.world, stage=1),
             }
             for kind, make in build.items():
                 if not self.has_time(f"{name}, {kind}"):
                     return
                 step = stepper(make(), task.pool, [])
-                for number in range(WARM_UP):
-                    step(number)
+                run_steps(step, WARM_UP)
                 seconds = interleaved({kind: step}, **self.turns())[kind]
+
+                # Outside the clock, since counting takes longer than most calls.
                 with Calls() as calls:
                     step(WARM_UP)
-                print(
-                    f"{name:5} {kind:12} {1000 * median(seconds):8.2f} {calls.count:6}"
-                )
-                self.keep(
-                    "host", name, kind, found={"seconds": seconds, "calls": calls.count}
-                )
+                count = calls.count
+                print(f"{name:5} {kind:12} {1000 * median(seconds):8.2f} {count:6}")
+                result = {"seconds": seconds, "calls": count}
+                self.keep("host", name, kind, result=result)
 
     def kernels(self) -> None:
         """The kernels that take most of three steps with ZeRO 1."""
@@ -319,62 +362,68 @@ class Bench:
             task = self.task(name)
             loop = EngineLoop(task, self.world)
             step = stepper(loop, task.pool, [])
-            for number in range(WARM_UP):
-                step(number)
+            run_steps(step, WARM_UP)
             synchronize(self.world.device)
-            activity = ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU
+
+            activity = ProfilerActivity.CPU
+            spent = attrgetter("self_cpu_time_total")
+            if self.on_gpu:
+                activity = ProfilerActivity.CUDA
+                spent = attrgetter("self_device_time_total")
             with profile(activities=[activity]) as trace:
-                for number in range(3):
-                    step(number)
+                run_steps(step, 3)
+                # Inside the trace, or it would miss the kernels that are still in the queue.
                 synchronize(self.world.device)
-            spent = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
-            rows = sorted(trace.key_averages(), key=lambda row: -getattr(row, spent))
-            table = [
-                (row.key, row.count / 3, getattr(row, spent) / 3)
-                for row in rows[:NUM_KERNELS]
-            ]
+
+            rows = sorted(trace.key_averages(), key=spent, reverse=True)
+            table = []
             print(f"\n{name}, batch {task.batch}: calls and us of a step")
-            for key, count, micros in table:
-                print(f"{key[:70]:70} {count:7.1f} {micros:10.1f}")
+            for row in rows[:NUM_KERNELS]:
+                count = row.count / 3
+                micros = spent(row) / 3
+                table.append((row.key, count, micros))
+                print(f"{row.key[:70]:70} {count:7.1f} {micros:10.1f}")
             loop.engine.close()
-            self.keep("kernels", name, found=table)
+            self.keep("kernels", name, result=table)
 
     def stall(self) -> None:
         """What steps take longer from a save until it is committed."""
         if not self.has_time("checkpoint stall"):
             return
-        task, device = self.task(COMPARED), self.world.device
-        loop, found = EngineLoop(task, self.world), dict[str, list[float]]()
+        task = self.task(COMPARED)
+        loop = EngineLoop(task, self.world)
         step = stepper(loop, task.pool, [])
-        for number in range(WARM_UP):
-            step(number)
+        run_steps(step, WARM_UP)
+
+        def timed_step() -> float:
+            return seconds_of(lambda: step(0), self.world.device)
+
+        seconds: dict[str, list[float]] = {"called": [], "added": [], "committed": []}
         folder = Path(tempfile.mkdtemp(dir=self.work))
         with CheckpointStore(folder, keep=1, world=self.world) as store:
             loop.before_update = store.wait_for_host_copy
             for number in range(1, self.options.rounds + 1):
-                quiet = median(seconds_of(lambda: step(0), device) for _ in range(5))
+                # Anew in each round: a card that becomes warm becomes slower.
+                quiet = median(timed_step() for _ in range(5))
                 start = time.perf_counter()
-                store.save(
-                    loop.engine.export_state(), step=number, progress={}, description={}
-                )
+                state = loop.engine.export_state()
+                store.save(state, step=number, progress={}, description={})
                 called = time.perf_counter() - start
-                steps = [seconds_of(lambda: step(0), device)]
+
+                # All steps until the commit: the copy and the writing may slow each of them.
+                steps = [timed_step()]
                 while (commit := store.take_committed()) is None:
-                    steps.append(seconds_of(lambda: step(0), device))
-                row = {
-                    "called": called,
-                    "added": called + sum(steps) - quiet * len(steps),
-                }
-                for key, value in (
-                    row | {"committed": time.perf_counter() - start}
-                ).items():
-                    found.setdefault(key, []).append(value)
+                    steps.append(timed_step())
+                seconds["called"].append(called)
+                seconds["added"].append(called + sum(steps) - quiet * len(steps))
+                seconds["committed"].append(time.perf_counter() - start)
                 if commit.warnings:
                     raise Failed(f"checkpoint: {commit.warnings}")
         loop.engine.close()
-        shown = ", ".join(f"{key} {spread(each, '.3f')}" for key, each in found.items())
-        print(f"\n{COMPARED}, checkpoint, s: {shown}", flush=True)
-        self.keep("stall", found=found)
+
+        cells = [f"{key} {spread(values, '.3f')}" for key, values in seconds.items()]
+        print(f"\n{COMPARED}, checkpoint, s: {', '.join(cells)}", flush=True)
+        self.keep("stall", result=seconds)
 
     def models(self) -> None:
         print(
@@ -382,7 +431,7 @@ class Bench:
         )
         for name in self.options.models:
             if self.has_time(name):
-                self.keep("models", name, found=self.model(name))
+                self.keep("models", name, result=self.model(name))
 
     def model(self, name: str) -> dict[str, Any]:
         """The whole engine at ZeRO 1."""
@@ -390,71 +439,86 @@ class Bench:
         losses: list[torch.Tensor] = []
         loop = EngineLoop(task, self.world)
         step = stepper(loop, task.pool, losses)
+        # Apart from the others, since it compiles.
         first_s = seconds_of(lambda: step(0), self.world.device)
         memory = self.memory(task, warm=step)
-        before = self.matmul()
+
+        # A product before and after: the clock of a card falls while it becomes warm.
+        matmul_before = self.matmul()
         seconds = interleaved({name: step}, **self.turns())[name]
+        matmul_flops = (matmul_before + self.matmul()) / 2
+        rates = [task.batch / value for value in seconds]
         flops = task.batch / median(seconds) * train_flops_per_image(task.arch)
-        of_matmul, datasheet = (
-            2 * flops / (before + self.matmul()),
-            peak_flops(task.device),
-        )
-        rates = [task.batch / each for each in seconds]
-        gib = " of an estimated ".join(
-            f"{each / 2**30:.2f}" for each in memory.values()
-        )
-        of_datasheet = "-" if datasheet is None else f"{flops / datasheet:.3f}"
+
+        # Not every device has a datasheet that we know.
+        datasheet = peak_flops(task.device)
+        of_datasheet = None
+        shown = "-"
+        if datasheet is not None:
+            of_datasheet = flops / datasheet
+            shown = f"{of_datasheet:.3f}"
+        of_matmul = flops / matmul_flops
+        peak, estimate = (f"{num / 2**30:.2f}" for num in memory.values())
         print(
-            f"{name:6} {spread(rates):28} {flops / 1e12:8.1f} {of_datasheet:>13} "
-            f"{of_matmul:10.3f}  {gib} GiB",
+            f"{name:6} {spread(rates):28} {flops / 1e12:8.1f} {shown:>13} "
+            f"{of_matmul:10.3f}  {peak} of an estimated {estimate} GiB",
             flush=True,
         )
         loop.engine.close()
+
+        # A fast step that does not train is worth nothing.
         if not losses[-1] < losses[0]:
-            raise Failed(
-                f"{name}: the loss does not fall: {[float(each) for each in losses]}"
-            )
+            values = [float(loss) for loss in losses]
+            raise Failed(f"{name}: the loss does not fall: {values}")
         return {
             "batch": task.batch,
             "first_step_s": first_s,
             "images_per_s": rates,
             "model_flops": flops,
-            "of_datasheet": datasheet and flops / datasheet,
+            "of_datasheet": of_datasheet,
             "of_matmul": of_matmul,
             **memory,
         }
 
     def matmul(self) -> float:
-        return matmul_rate(self.world.device, side=64 if self.options.toy else 8192)
+        # As large as the products of H/14: smaller ones do not fill the card.
+        side = 8192
+        if self.options.toy:
+            side = 64
+        return matmul_rate(self.world.device, side=side)
 
     def turns(self) -> dict[str, Any]:
-        rounds, steps = self.options.rounds, self.options.steps
-        return {"rounds": rounds, "steps_per_round": steps, "device": self.world.device}
+        return {
+            "rounds": self.options.rounds,
+            "steps_per_round": self.options.steps,
+            "device": self.world.device,
+        }
 
     def memory(self, task: Task, *, warm: Callable[[int], Any]) -> dict[str, int]:
         """Bytes: the peak of the allocator in a few steps (0 on CPUs), and the estimate."""
-        for number in range(1, WARM_UP):
-            warm(number)
+        run_steps(warm, WARM_UP - 1, first=1)
         synchronize(self.world.device)
-        engine, objective = task.run.engine, task.run.make_objective()
+        # The estimate that --dry-run shows, of the same settings.
         estimate = memory_estimate(
             task.arch,
             zero_stage=1,
             world_size=1,
             precision="bf16",
             micro_batch=task.batch,
-            activation_checkpointing=engine.activation_checkpointing,
+            activation_checkpointing=task.run.engine.activation_checkpointing,
             optimizer_bytes=task.run.optim.state_bytes_per_parameter,
             bucket_elements=BUCKET_ELEMENTS,
-            costs=objective,
+            costs=task.run.make_objective(),
         )
-        peak = torch.cuda.max_memory_allocated(self.world.device) if self.on_gpu else 0
+        peak = 0
+        if self.on_gpu:
+            peak = torch.cuda.max_memory_allocated(self.world.device)
         return {"peak_bytes": peak, "estimated_bytes": estimate.total}
 
     def loops(self) -> None:
         for name in self.options.models:
             if self.has_time(f"loops of {name}"):
-                self.keep("loops", name, found=self.compared(name))
+                self.keep("loops", name, result=self.compared(name))
 
     def compared(self, name: str) -> dict[str, Any]:
         """ZeRO 1 (of one model 0 to 2), the bare loop and timm's step, in turn.
@@ -463,45 +527,43 @@ class Bench:
         loops beside it lose the gradients of their blocks (torch 2.11).
         """
         task = self.task(name, share=COMPARED_SHARE)
-        stages = range(3) if name == COMPARED else (1,)
-        sizes = TINY_TIMM if self.options.toy else {}
-        bare = partial(BareLoop, task, compiled=self.on_gpu)
-        build: dict[str, Callable[[], Any]] = {
-            "bare": partial(bare, precision="master"),
-            "bare, autocast": partial(bare, precision="autocast"),
-            "timm": lambda: TimmLoop(
-                MODELS[name].timm_name, task, compiled=self.on_gpu, **sizes
-            ),
-            **{
-                f"ZeRO {stage}": partial(EngineLoop, task, self.world, stage=stage)
-                for stage in stages
-            },
+        sizes: dict[str, int] = {}
+        if self.options.toy:
+            sizes = TINY_TIMM
+        compiled = self.on_gpu
+        loops: dict[str, Any] = {
+            "bare": BareLoop(task, precision="master", compiled=compiled),
+            "bare, autocast": BareLoop(task, precision="autocast", compiled=compiled),
+            "timm": TimmLoop(MODELS[name].timm_name, task, compiled=compiled, **sizes),
         }
-        losses: dict[str, list[torch.Tensor]] = {kind: [] for kind in build}
+        # The other stages of one model only: each takes memory, and time to compile.
+        stages: Iterable[int] = (1,)
+        if name == COMPARED:
+            stages = range(3)
+        for stage in stages:
+            loops[f"ZeRO {stage}"] = EngineLoop(task, self.world, stage=stage)
+
+        losses: dict[str, list[torch.Tensor]] = {kind: [] for kind in loops}
         steps = {
-            kind: stepper(make(), task.pool, losses[kind])
-            for kind, make in build.items()
+            kind: stepper(loop, task.pool, losses[kind]) for kind, loop in loops.items()
         }
         for step in steps.values():
-            for number in range(WARM_UP):
-                step(number)
+            run_steps(step, WARM_UP)
         seconds = interleaved(steps, **self.turns())
+
         print(
             f"\n{name}, batch {task.batch}: images/s, min / median / max; speed over bare, timm"
         )
-        for kind, each in seconds.items():
-            rates = spread([task.batch / one for one in each])
-            own = "bare, autocast" if kind in ("ZeRO 0", "bare, autocast") else "bare"
-            over = f"{ratio(seconds[own], each)}  {ratio(seconds['timm'], each)}"
+        for kind, values in seconds.items():
+            # Beside the bare loop that keeps its weights in the same precision.
+            peer = "bare"
+            if kind in ("ZeRO 0", "bare, autocast"):
+                peer = "bare, autocast"
+            rates = spread([task.batch / value for value in values])
+            over = f"{ratio(seconds[peer], values)}  {ratio(seconds['timm'], values)}"
             print(f"{kind:15} {rates:20} {over}", flush=True)
-            values = [float(loss) for loss in losses[kind][:WARM_UP]]
-            expected = [float(loss) for loss in losses[own][:WARM_UP]]
-            gap = (
-                max(abs(a - b) for a, b in zip(values, expected, strict=True))
-                / expected[0]
-            )
-            if kind.startswith("ZeRO") and not gap < MAX_GAP:
-                raise Failed(f"{kind}: losses {values}, of the bare loop {expected}")
+            if kind.startswith("ZeRO"):
+                check_losses(kind, losses[kind], losses[peer])
         return {"batch": task.batch, "seconds": seconds}
 
     def data(self) -> None:
@@ -513,12 +575,16 @@ class Bench:
         )
         total = int(self.options.total_mib * 2**20)
         source = write_photo_folder(self.work / "photos", photos, total_bytes=total)
-        run_command(
-            make_shards_command(source.root, self.work / "shards", shard_mib=32)
-        )
-        task, workers = self.task(COMPARED), max(1, NUM_CORES - 2)
+        shards = self.work / "shards"
+        run_command(make_shards_command(source.root, shards, shard_mib=32))
+
+        task = self.task(COMPARED)
+        # Two cores are left to the step and to the thread that moves batches.
+        workers = max(1, NUM_CORES - 2)
         settings = DataSettings(
-            path=str(self.work / "shards"), global_batch=task.batch, num_workers=workers
+            path=str(shards),
+            global_batch=task.batch,
+            num_workers=workers,
         )
         loader = training_batches(
             open_training_set(settings, seed=0),
@@ -526,6 +592,7 @@ class Bench:
             image_size=task.arch.image_size,
             seed=0,
             start=0,
+            # More batches than any measurement takes.
             stop=100_000 * task.batch,
             rank=0,
             world_size=1,
@@ -540,26 +607,24 @@ class Bench:
             def real(number: int) -> torch.Tensor:
                 batch = next(on_device)
                 loss = loop.step(number, batch.images, batch.labels)
+                # As pretrain/main.py: the next batch is moved while the device is busy.
                 on_device.prefetch()
                 return loss
 
-            for number in range(WARM_UP):
-                synthetic(number)
+            run_steps(synthetic, WARM_UP)
             # What the loader has prefetched must not count.
-            for number in range(2 * workers + 2):
-                real(number)
-            seconds = interleaved(
-                {"synthetic": synthetic, "real": real}, **self.turns()
-            )
+            run_steps(real, 2 * workers + 2)
+            steps = {"synthetic": synthetic, "real": real}
+            seconds = interleaved(steps, **self.turns())
+
         print(
             f"\n{COMPARED}, batch {task.batch}, {workers} workers: images/s, min / median / max"
         )
-        for name, each in seconds.items():
-            print(f"{name:15} {spread([task.batch / one for one in each])}")
+        for name, values in seconds.items():
+            print(f"{name:15} {spread([task.batch / value for value in values])}")
         print(f"real / synthetic: {ratio(seconds['synthetic'], seconds['real'])}")
-        self.keep(
-            "data", found={"batch": task.batch, "workers": workers, "seconds": seconds}
-        )
+        result = {"batch": task.batch, "workers": workers, "seconds": seconds}
+        self.keep("data", result=result)
 
 
 def stepper(
@@ -569,10 +634,23 @@ def stepper(
 
     def step(number: int) -> torch.Tensor:
         loss: torch.Tensor = loop.step(number, *pool[number % len(pool)])
+        # As tensors: their values would make the host wait for the device at each step.
         losses.append(loss)
         return loss
 
     return step
+
+
+def check_losses(
+    kind: str, losses: list[torch.Tensor], of_peer: list[torch.Tensor]
+) -> None:
+    """Raise Failed unless the first losses are those of the bare loop, within MAX_GAP."""
+    # Later ones drift apart: each update is computed from the sums of the one before.
+    values = [float(loss) for loss in losses[:WARM_UP]]
+    expected = [float(loss) for loss in of_peer[:WARM_UP]]
+    gaps = [abs(a - b) for a, b in zip(values, expected, strict=True)]
+    if not max(gaps) / expected[0] < MAX_GAP:
+        raise Failed(f"{kind}: losses {values}, of the bare loop {expected}")
 
 
 if __name__ == "__main__":

@@ -46,16 +46,17 @@ from vitscale.images.crops import DECODERS, missing
 
 # A fast decoder may differ from Pillow by rounding; a wrong box gives a far lower PSNR.
 LEAST_PSNR = 30.0
+# Their versions are printed; OpenCV and DALI have a package for each kind of machine.
 PACKAGES = (
-    *(
-        "torch",
-        "torchvision",
-        "webdataset",
-        "pillow",
-        "simplejpeg",
-        "opencv-python-headless",
-    ),
-    *("opencv-python", "nvidia-dali-cuda130", "spdl"),
+    "torch",
+    "torchvision",
+    "webdataset",
+    "pillow",
+    "simplejpeg",
+    "opencv-python-headless",
+    "opencv-python",
+    "nvidia-dali-cuda130",
+    "spdl",
 )
 
 
@@ -65,28 +66,35 @@ def main() -> None:
 
 
 def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
-    photos = (
-        given_photos(options.images)
-        if options.images
-        else noise_photos(**options.noise)
-    )
+    if options.images:
+        photos = given_photos(options.images)
+        origin = "given photographs"
+    else:
+        photos = noise_photos(**options.noise)
+        origin = "noise"
+    kind = "JPEG"
     if options.png or options.png_side:
         photos = as_png(photos, side=options.png_side)
-    source = write_photo_folder(
-        work / "photos", photos, total_bytes=int(options.total_mib * 2**20)
-    )
+        kind = "PNG"
+    total_bytes = int(options.total_mib * 2**20)
+    source = write_photo_folder(work / "photos", photos, total_bytes=total_bytes)
+
     shards = work / "shards"
-    how = {"shard_mib": options.shard_mib}
-    run_command(make_shards_command(source.root, shards, "images.check=header", **how))
-    run_command(
-        [sys.executable, "data_prep/verify_shards.py", shards, "--entry-points"]
+    # The product's own commands, so that what is read is what users have.
+    make_shards = make_shards_command(
+        source.root, shards, "images.check=header", shard_mib=options.shard_mib
     )
+    run_command(make_shards)
+    find_entry_points = ["data_prep/verify_shards.py", shards, "--entry-points"]
+    run_command([sys.executable, *find_entry_points])
+
+    # What make_shards rejects would be missing for all loaders, without a word.
     num = read_split(shards, split="train").num_samples
-    kind = "PNG" if options.png or options.png_side else "JPEG"
-    kind += " of given photographs" if options.images else " of noise"
-    print(f"{num:,} {kind}, {source.num_bytes / 1e6:,.0f} MB")
+    print(f"{num:,} {kind} of {origin}, {source.num_bytes / 1e6:,.0f} MB")
     if num != len(source.digests):
         raise Failed(f"{num} images in shards of {len(source.digests)}")
+
+    # Pixels first: the speed of a loader that gives other images is worth nothing.
     return {
         "pixels": measure_pixels(shards, options),
         "rates": measure_rates(shards, options),
@@ -99,67 +107,88 @@ def child(script: ModuleType, *arguments: object, fresh: bool) -> dict[str, Any]
     if not fresh:
         result: dict[str, Any] = script.run(words)
         return result
+    # Fresh: threads and caches that one library leaves behind would slow the next, or help it.
     command = [sys.executable, str(script.__file__), *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise Failed(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    # The last line: libraries print warnings before it.
+    last: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return last
 
 
 def measure_pixels(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Compare our images with Pillow's pixels of the same boxes. Raises Failed."""
-    found = {}
+    results = {}
     print("\nours beside Pillow decoding the whole image, same boxes")
     for decoder in DECODERS:
         if missing(decoder) is not None:
             print(f"{decoder:12} left out: {missing(decoder)}")
             continue
-        limits = ["--workers", options.workers, "--images", options.check_images]
-        how = ["--decoder", decoder, "--side", options.side]
-        seen = child(pixels, shards, *how, *limits, fresh=not options.toy)
-        found[decoder] = seen
-        print(
-            f"{decoder:12} {seen['images']} images, {seen['identical']} identical; PSNR median "
-            f"{seen['psnr_median']:.1f} dB, least {seen['psnr_min']:.1f} dB (99: identical)"
+        result = child(
+            pixels,
+            shards,
+            *("--decoder", decoder, "--side", options.side),
+            *("--workers", options.workers, "--images", options.check_images),
+            fresh=not options.toy,
         )
-        if seen["wrong_labels"] or seen["psnr_min"] < LEAST_PSNR:
-            raise Failed(f"{decoder}: wrong images or labels: {seen}")
-    return found
+        results[decoder] = result
+        print(
+            f"{decoder:12} {result['images']} images, {result['identical']} identical; PSNR median "
+            f"{result['psnr_median']:.1f} dB, least {result['psnr_min']:.1f} dB (99: identical)"
+        )
+        if result["wrong_labels"] or result["psnr_min"] < LEAST_PSNR:
+            raise Failed(f"{decoder}: wrong images or labels: {result}")
+    return results
 
 
 def measure_rates(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
     present = [name for name in CONTENDERS if left_out(name) is None]
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in present}
-    index, order = read_split(shards, split="train"), sample_order(shards)
+    index = read_split(shards, split="train")
+    order = sample_order(shards)
+    all_labels = set(index.label.tolist())
+
+    # In turn, so that a machine that becomes slower does so for all.
     for turn in range(options.rounds):
         for name in present:
-            limits = ["--workers", options.workers, "--seconds", options.seconds]
-            limits += ["--side", options.side]
-            found = child(contenders, name, shards, *limits, fresh=not options.toy)
-            labels = found.pop("labels")
-            known = set(labels) <= set(index.label.tolist())
-            right = [int(index.label[order.at(p)[1]]) for p in range(len(labels))]
-            if not known or (CONTENDERS[name].in_our_order and labels != right):
+            result = child(
+                contenders,
+                name,
+                shards,
+                *("--workers", options.workers, "--seconds", options.seconds),
+                *("--side", options.side),
+                fresh=not options.toy,
+            )
+
+            labels = result.pop("labels")
+            is_right = set(labels) <= all_labels
+            # Others shuffle by chance: of them only the set of labels is known.
+            if CONTENDERS[name].in_our_order:
+                samples = [order.at(position)[1] for position in range(len(labels))]
+                is_right = labels == index.label[samples].tolist()
+            if not is_right:
                 raise Failed(f"{name} gave other labels than the index")
-            runs[name].append({**found, "load": os.getloadavg()[0]})
-            print(f"  round {turn + 1}: {name} {found['rate']:.0f} img/s", flush=True)
+
+            runs[name].append({**result, "load": os.getloadavg()[0]})
+            print(f"  round {turn + 1}: {name} {result['rate']:.0f} img/s", flush=True)
     print_rates(runs)
     return runs
 
 
 def left_out(name: str) -> str | None:
+    """Why a contender cannot run here, or None."""
+    # Our variants are named after their decoder, `region_antialias` for example.
     decoder = name.partition("_")[0]
-    return (
-        missing(decoder)
-        if decoder in DECODERS and name not in RIVALS
-        else why_missing(name)
-    )
+    if decoder in DECODERS and name not in RIVALS:
+        return missing(decoder)
+    return why_missing(name)
 
 
 def print_rates(runs: dict[str, list[dict[str, float]]]) -> None:
-    rates = {name: [run["rate"] for run in found] for name, found in runs.items()}
+    rates = {name: [run["rate"] for run in rounds] for name, rounds in runs.items()}
     first = next(iter(rates))
+    # A rival that is not installed cannot be the best; docs/benchmarks.md names those that were.
     rivals = [name for name in RIVALS if name in rates]
     best = max(rivals, key=lambda name: median(rates[name]))
     print(
@@ -169,12 +198,15 @@ def print_rates(runs: dict[str, list[dict[str, float]]]) -> None:
         if name not in rates:
             print(f"{name:18} left out: {left_out(name)}")
             continue
-        low, high = min(rates[name]), max(rates[name])
+        low = min(rates[name])
+        high = max(rates[name])
         start_s = median(run["start_s"] for run in runs[name])
         print(
             f"{name:18} {low:6.0f} {median(rates[name]):7.0f} {high:6.0f} {start_s:15.2f}  "
             f"{ratio(rates[name], rates[first])} {contender.what}"
         )
+
+    # DECODERS begins with the fastest, which a machine may lack.
     ours = next(name for name in DECODERS if name in rates)
     print(f"ours ({ours}) / {first}: {ratio(rates[ours], rates[first])}")
     print(f"ours ({ours}) / {best}, the best rival: {ratio(rates[ours], rates[best])}")
@@ -201,18 +233,19 @@ def parse_arguments() -> argparse.Namespace:
         "--check-images", type=int, default=512, help="to compare with Pillow"
     )
     parser.set_defaults(noise={})
+    # Only defaults change, so what is given with --toy still counts.
     if parser.parse_args().toy:
-        tiny = {
-            "rounds": 1,
-            "total_mib": 3,
-            "shard_mib": 1,
-            "seconds": 0,
-            "check_images": 64,
-        }
         parser.set_defaults(
-            **tiny, workers=1, noise={"width": 160, "height": 120, "num": 8}
+            rounds=1,
+            total_mib=3,
+            shard_mib=1,
+            workers=1,
+            seconds=0,
+            check_images=64,
+            noise={"width": 160, "height": 120, "num": 8},
         )
     options = parser.parse_args()
+    # Without enlarging: an image of 32 pixels is trained on at 32.
     options.side = options.png_side or SIDE
     return options
 

@@ -36,11 +36,14 @@ CLOCK = "RESTART_CLOCK"
 """Variable with the folder of the marks."""
 # What ends at each mark: the first call of a function in rank 0 or in `requeue_decision`, or what
 # `measure` and the batch script note.
-PYTHON, STEP = "start of Python", "first step"
+PYTHON = "start of Python"
+STEP = "first step"
+# The process that SLURM's batch script runs after srun has ended.
 AFTER_MARKS = {
     "after: imports": "launch.jobs.queue:job_fields",
     "after: decision": "launch.jobs.queue:requeue",
 }
+# In the order in which a start calls them; submitit is there with SLURM alone.
 RANK_MARKS = {
     "rank: imports of submitit": "launch.jobs.submission:StageJob.__call__",
     "rank: imports of the script": "vitscale.config.command_line:load_command",
@@ -58,14 +61,25 @@ RANK_MARKS = {
     STEP: "vitscale.training.session:TrainingSession.end_step",
 }
 SETTINGS = (
-    *("name=restart", "schedule.epochs=null", "schedule.steps=1000000"),
-    *("schedule.warmup_steps=5", "data.global_batch=32", "evaluate=[]"),
-    *("engine.device=cpu", "engine.num_threads=1", "checkpoint.every_steps=25"),
-    *("tracking.log_every_steps=1", "tracking.uri=null"),
+    "name=restart",
+    # Far more steps than it takes: the benchmark ends the run.
+    "schedule.epochs=null",
+    "schedule.steps=1000000",
+    "schedule.warmup_steps=5",
+    "data.global_batch=32",
+    # Training alone: an evaluation would have to be opened again, too.
+    "evaluate=[]",
+    "engine.device=cpu",
+    "engine.num_threads=1",
+    # Often, so that each attempt resumes from a checkpoint of the one before.
+    "checkpoint.every_steps=25",
+    "tracking.log_every_steps=1",
+    "tracking.uri=null",
 )
 LAUNCH = (
     "launch.nodes=2",
     "launch.tasks_per_node=1",
+    # No limit stops the run before the last round.
     "launch.max_requeues=1000",
     "launch.timeout_min=50",
 )
@@ -87,7 +101,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of ranks and moments")
     options = parser.parse_args()
     if options.toy:
-        options.local, options.rounds = True, 1
+        options.local = True
+        options.rounds = 1
     run_benchmark(options, lambda work: measure(work, options), "torch", "deepspeed")
 
 
@@ -96,19 +111,30 @@ def main() -> None:
 
 def note_first_calls() -> None:
     """Note the start of this process, and the first call of each function of the marks."""
-    words = " ".join(sys.orig_argv)
-    if "launch.jobs.requeue_decision" in words:
+    # Every Python of the run comes here: the launcher and the tools of SLURM note nothing.
+    if is_after():
         marks = AFTER_MARKS
-    elif "RANK" in os.environ or "SLURM_PROCID" in os.environ:
+    elif rank_number() is not None:
         marks = RANK_MARKS
     else:
         return
     note(PYTHON)
+
     modules: dict[str, dict[str, str]] = {}
-    for mark, place in marks.items():
-        module, _, function = place.partition(":")
+    for mark, target in marks.items():
+        module, _, function = target.partition(":")
         modules.setdefault(module, {})[function] = mark
+    # Before Python's own finders, which would find the modules first.
     sys.meta_path.insert(0, Finder(modules))
+
+
+def is_after() -> bool:
+    """Whether this is the process that decides, after srun, what becomes of the job."""
+    return "launch.jobs.requeue_decision" in sys.orig_argv
+
+
+def rank_number() -> str | None:
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -118,20 +144,23 @@ class Finder(importlib.abc.MetaPathFinder):
         self.modules = modules
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        # None sends Python on to its other finders.
         if name not in self.modules:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         assert spec is not None and spec.loader is not None
         execute = spec.loader.exec_module
 
+        # As soon as the module has run: others then import the replaced functions by name.
         def execute_and_replace(module: Any) -> None:
             execute(module)
-            for function, mark in self.modules[name].items():
-                *parts, last = function.split(".")
+            for dotted, mark in self.modules[name].items():
+                *owners, function = dotted.split(".")
                 owner = module
-                for part in parts:
+                for part in owners:
                     owner = getattr(owner, part)
-                setattr(owner, last, noting(getattr(owner, last), mark))
+                original = getattr(owner, function)
+                setattr(owner, function, noting(original, mark))
 
         spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
         return spec
@@ -153,13 +182,20 @@ def noting(function: Callable[..., Any], mark: str) -> Callable[..., Any]:
 
 
 def note(mark: str) -> None:
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
-    if "launch.jobs.requeue_decision" in sys.orig_argv:
+    rank = rank_number()
+    # SLURM sets SLURM_PROCID in the batch script, too.
+    if is_after():
         rank = "after"
-    row = {"mark": mark, "time": time.time(), "cpu": time.process_time()}
-    line = json.dumps(row | {"rank": rank, "pid": os.getpid()}) + "\n"
+    row = {
+        "mark": mark,
+        "time": time.time(),
+        "cpu": time.process_time(),
+        "rank": rank,
+        "pid": os.getpid(),
+    }
+    # One short write to a file that is opened for appending: lines of two ranks never mix.
     with open(Path(os.environ[CLOCK]) / "marks.jsonl", "a") as file:
-        file.write(line)
+        file.write(json.dumps(row) + "\n")
 
 
 # ---- outside of them --------------------------------------------------------------------------
@@ -167,29 +203,46 @@ def note(mark: str) -> None:
 
 def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Kill a rank in each round. Returns, by mark, the seconds of all rounds."""
-    marks, shards = work / "marks", make_shards(work)
+    shards = make_shards(work)
+    marks = work / "marks"
     marks.mkdir()
+    # Python imports this module at its start, before anything of the run.
     (marks / "sitecustomize.py").write_text(NOTES)
     noted = {CLOCK: str(marks), "PYTHONPATH": f"{marks}:{ROOT}"}
-    training = ["--config", str(ROOT / "configs/digits/pretrain.yaml"), *SETTINGS]
-    training += [f"data.path={shards}", f"output={work / 'run'}"]
+    training = [
+        "--config",
+        str(ROOT / "configs/digits/pretrain.yaml"),
+        *SETTINGS,
+        f"data.path={shards}",
+        f"output={work / 'run'}",
+    ]
+
     rounds: list[dict[str, Any]] = []
     kind = LocalRun if options.local else SlurmRun
     with kind(training, noted) as run:
         rng = random.Random(options.seed)
         for _ in range(options.rounds):
-            rounds.append(kill_and_wait(run, marks / "marks.jsonl", rng))
-            print(json.dumps(rounds[-1]), flush=True)
+            result = kill_and_wait(run, marks / "marks.jsonl", rng)
+            rounds.append(result)
+            # At once: with SLURM a round takes minutes.
+            print(json.dumps(result), flush=True)
     print(table(rounds), flush=True)
     return {"measurements": rounds}
 
 
 def make_shards(work: Path) -> Path:
-    images, shards = work / "images", work / "shards"
+    images = work / "images"
+    shards = work / "shards"
     run_command([sys.executable, "data_prep/make_corpus.py", "digits", images])
-    words = ("--config", "configs/data/digits.yaml")
-    output = (f"source.path={images}", f"output={shards}")
-    run_command([sys.executable, "data_prep/make_shards.py", *words, *output])
+    command = [
+        sys.executable,
+        "data_prep/make_shards.py",
+        "--config",
+        "configs/data/digits.yaml",
+        f"source.path={images}",
+        f"output={shards}",
+    ]
+    run_command(command)
     return shards
 
 
@@ -219,6 +272,7 @@ class LocalRun:
 
     def restart(self) -> dict[str, float]:
         """Returns when what ended, unix seconds."""
+        # Without a pause, as no scheduler is: what remains is the launcher's own time.
         self.process.wait()
         ended = time.time()
         self.start()
@@ -229,12 +283,14 @@ class SlurmRun:
     """The run as a job of a SLURM of two nodes, which requeues itself."""
 
     def __init__(self, training: list[str], noted: dict[str, str]) -> None:
+        # Needs SLURM and pytest, which --local does not.
         from tests.scripts.slurm.conftest import slurm_cluster
 
         self.started = Path(noted[CLOCK]) / "started"
-        exports = [f"export {name}={value}" for name, value in noted.items()]
-        exports.append(f"date +%s.%N >> {self.started}")
-        self.training = [*training, *LAUNCH, f"launch.setup={json.dumps(exports)}"]
+        # In the job's script: what this process has in its environment need not reach a job.
+        setup = [f"export {name}={value}" for name, value in noted.items()]
+        setup.append(f"date +%s.%N >> {self.started}")
+        self.training = [*training, *LAUNCH, f"launch.setup={json.dumps(setup)}"]
         self.cluster = slurm_cluster()
 
     def __enter__(self) -> SlurmRun:
@@ -247,14 +303,16 @@ class SlurmRun:
 
     def restart(self) -> dict[str, float]:
         """Returns when what ended, unix seconds."""
-        before = self.num_started()
-        while self.num_started() == before:
+        before = self.start_times()
+        while (times := self.start_times()) == before:
             time.sleep(0.1)
-        times = self.started.read_text().split()
         return {"SLURM: requeue, start of the job": float(times[-1])}
 
-    def num_started(self) -> int:
-        return len(self.started.read_text().split()) if self.started.exists() else 0
+    def start_times(self) -> list[str]:
+        """One of each start of the job so far, noted by its script."""
+        if not self.started.exists():
+            return []
+        return self.started.read_text().split()
 
 
 def kill_and_wait(
@@ -267,16 +325,20 @@ def kill_and_wait(
     """
     # Of the newest attempt, since the marks are in the order of time.
     pids = wait_for_first_step(marks, since=0.0)
+    # At any moment of a step or of a save, as a node fails.
     time.sleep(rng.uniform(2.0, 6.0))
     victim = rng.choice([0, 1])
+    # Opened before the kill: the process may be gone, and its number taken, right after it.
     other = os.pidfd_open(pids[1 - victim])
     load = os.getloadavg()[0]
 
     os.kill(pids[victim], signal.SIGKILL)
     killed = time.time()
+    # The end of a process makes its descriptor readable; this is not its parent, so cannot wait.
     select.select([other], [], [])
     times = {"other rank ended": time.time()}
     os.close(other)
+
     times |= run.restart()
     wait_for_first_step(marks, since=killed)
 
@@ -287,18 +349,23 @@ def kill_and_wait(
         if row["time"] < killed or row["rank"] not in ("0", "after"):
             continue
         mark = row["mark"]
+        pid = row["pid"]
         if mark == PYTHON:
-            mark = "srun ended" if row["rank"] == "after" else "rank: start"
+            mark = "rank: start"
+            # The decision starts when srun has ended.
+            if row["rank"] == "after":
+                mark = "srun ended"
         # Helpers of a process start a Python of their own later.
         times.setdefault(mark, row["time"])
-        cpu.setdefault(mark, row["cpu"] - used.get(row["pid"], 0.0))
-        used[row["pid"]] = row["cpu"]
+        cpu.setdefault(mark, row["cpu"] - used.get(pid, 0.0))
+        used[pid] = row["cpu"]
 
+    # Sorted by time, since the marks come from several processes.
     seconds: dict[str, float] = {}
     last = killed
-    for mark, at in sorted(times.items(), key=lambda each: each[1]):
-        seconds[mark] = at - last
-        last = at
+    for mark in sorted(times, key=times.__getitem__):
+        seconds[mark] = times[mark] - last
+        last = times[mark]
     return {
         "victim": victim,
         "load": load,
@@ -311,16 +378,20 @@ def kill_and_wait(
 def wait_for_first_step(marks: Path, *, since: float) -> dict[int, int]:
     """Returns the process of each rank."""
     while True:
-        rows = [each for each in read_marks(marks) if each["time"] > since]
-        pids = {int(each["rank"]): each["pid"] for each in rows if each["mark"] == STEP}
+        pids = {}
+        for row in read_marks(marks):
+            if row["time"] > since and row["mark"] == STEP:
+                pids[int(row["rank"])] = row["pid"]
         if len(pids) == 2:
             return pids
         time.sleep(0.1)
 
 
 def read_marks(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
+    # Until the first process has noted its start, there is no file.
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def table(rounds: list[dict[str, Any]]) -> str:
@@ -330,13 +401,19 @@ def table(rounds: list[dict[str, Any]]) -> str:
         "|---|---|---|",
     ]
     for mark in rounds[0]["seconds"]:
-        seconds = [each["seconds"][mark] for each in rounds if mark in each["seconds"]]
-        busy = [each["cpu"][mark] for each in rounds if mark in each["cpu"]]
-        middle = f"{median(busy):.1f}" if busy else ""
-        lines.append(f"| {mark} | {spread(seconds, '.1f')} | {middle} |")
-    totals = [each["total"] for each in rounds]
+        # A mark may be missing in a round: a rank that ends early has none of the later ones.
+        seconds = [row["seconds"][mark] for row in rounds if mark in row["seconds"]]
+        busy = [row["cpu"][mark] for row in rounds if mark in row["cpu"]]
+        cell = ""
+        # What is noted from outside, as the end of a process, has no processor time.
+        if busy:
+            cell = f"{median(busy):.1f}"
+        lines.append(f"| {mark} | {spread(seconds, '.1f')} | {cell} |")
+
+    totals = [row["total"] for row in rounds]
     lines.append(f"| all | {spread(totals, '.1f')} | |")
-    loads = [each["load"] for each in rounds]
+    # A high load makes every row longer: results at different loads do not compare.
+    loads = [row["load"] for row in rounds]
     return "\n".join([*lines, f"load average: {spread(loads, '.1f')}"])
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,8 @@ from vitscale.training.session import build_engine, seed_step
 NUM_SAMPLES = 12_400_000  # of ImageNet-21k; where a schedule counts epochs
 # Labels are of ten classes only, so that the loss falls within a few steps for any images.
 LABELS_USED = 10
-MEAN = STD = (0.5, 0.5, 0.5)
+# Of every channel, in [0, 1].
+MEAN = STD = 0.5
 POOL = 4
 Images = tuple[torch.Tensor, torch.Tensor]
 Step = Callable[[int], torch.Tensor]
@@ -61,7 +62,8 @@ class Task:
 
     @cached_property
     def arch(self) -> Any:
-        return self.run.model.resolved(num_classes=self.run.model.num_classes or 0)
+        num_classes = self.run.model.num_classes or 0
+        return self.run.model.resolved(num_classes=num_classes)
 
     @cached_property
     def _initial(self) -> nn.Module:
@@ -84,18 +86,29 @@ class Task:
     def pool(self) -> list[Images]:
         """uint8 images [batch, 3, side, side] and labels, on the device."""
         rng = torch.Generator().manual_seed(0)
-        side, classes = (
-            self.arch.image_size,
-            max(1, min(LABELS_USED, self.arch.num_classes)),
-        )
-        found = []
+        side = self.arch.image_size
+        # A model without a head, as MAE's, has 0 classes; its labels are not used.
+        num_labels = max(1, min(LABELS_USED, self.arch.num_classes))
+
+        batches = []
         for _ in range(POOL):
+            # Drawn on the CPU, so that the numbers are the same on every device.
             images = torch.randint(
-                0, 256, (self.batch, 3, side, side), generator=rng, dtype=torch.uint8
+                0,
+                256,
+                (self.batch, 3, side, side),
+                generator=rng,
+                dtype=torch.uint8,
             )
-            labels = torch.randint(0, classes, (self.batch,), generator=rng)
-            found.append((images.to(self.device), labels.to(self.device)))
-        return found
+            labels = torch.randint(
+                0,
+                num_labels,
+                (self.batch,),
+                generator=rng,
+            )
+            on_device = (images.to(self.device), labels.to(self.device))
+            batches.append(on_device)
+        return batches
 
 
 class EngineLoop:
@@ -108,19 +121,37 @@ class EngineLoop:
         self.objective = self.run.make_objective()
         classes = [str(label) for label in range(task.arch.num_classes)]
         self.objective.prepare(classes=classes, world=world, engine=engine)
+
         model = task.initial()
+        # An objective draws weights of its own, a decoder for example: the same in every loop.
         torch.manual_seed(self.run.seed)
         self.objective.extend_model(model, task.arch)
-        self.engine = build_engine(self.run, task.plan, world, task.arch, model)
+        self.engine = build_engine(
+            self.run,
+            task.plan,
+            world,
+            task.arch,
+            model,
+        )
+
+        # Where pretrain/main.py waits for the copy of a checkpoint.
         self.before_update: Callable[[], None] = lambda: None
+        # Every image counts; the loader gives weight 0 to images that cannot be read.
         self._weights_B = torch.ones(task.batch, device=world.device)
 
     def step(
         self, number: int, images_B3SS: torch.Tensor, labels_B: torch.Tensor
     ) -> torch.Tensor:
+        # Part of a step of the product, so it is timed, although the rivals have no such thing.
         seed_step(self.run.seed, step=number, micro_step=0, rank=0)
-        positions = np.arange(number * len(labels_B), (number + 1) * len(labels_B))
-        batch = Batch(images_B3SS, labels_B, self._weights_B, positions=positions)
+        first = number * len(labels_B)
+        positions = np.arange(first, first + len(labels_B))
+        batch = Batch(
+            images_B3SS,
+            labels_B,
+            self._weights_B,
+            positions=positions,
+        )
         self.engine.set_learning_rate(self.task.rate(number))
         loss: torch.Tensor = self.objective.loss(self.engine, batch)
         self.engine.backward(loss)
@@ -137,25 +168,31 @@ class BareLoop:
     """
 
     def __init__(self, task: Task, *, precision: str, compiled: bool) -> None:
-        self.task, self.precision = task, precision
+        self.task = task
+        self.precision = precision
         model = task.initial()
         if compiled:
             compile_blocks(model, backend="inductor")
         model.to(task.device)
-        named = [
-            (name, nn.Parameter(p.detach().clone()))
-            for name, p in model.named_parameters()
-        ]
+
+        trained = dict(model.named_parameters())
         if precision == "master":
+            # Cloned before the weights become bf16: the masters keep all bits of the first ones.
+            trained = {
+                name: nn.Parameter(weight.detach().clone())
+                for name, weight in trained.items()
+            }
             model.to(torch.bfloat16)
-            self.masters = [copy for _, copy in named]
-            for master in self.masters:
+            # Allocated once: each step copies the gradients of the model into them.
+            for master in trained.values():
                 master.grad = torch.empty_like(master)
-        else:
-            named = list(model.named_parameters())
-        self.model, self.parameters = model, list(model.parameters())
+        self.masters = list(trained.values())
+        self.model = model
+        self.parameters = list(model.parameters())
+
+        # The groups of the product, so that both decay the same tensors.
         groups = optimizer_groups(
-            named,
+            trained.items(),
             settings=task.run.optim,
             decayed=decayed,
             layers_above=lambda name: layers_above(name, task.arch),
@@ -171,21 +208,25 @@ class BareLoop:
             x_B3SS = x_B3SS.to(torch.bfloat16)
         with self._autocast():
             logits_BC = self.model(x_B3SS)
+        # In fp32, as the engine's loss: a sum over 1,000 classes loses too much in bf16.
         loss = F.cross_entropy(logits_BC.float(), labels_B)
         loss.backward()
+
+        rate = self.task.rate(number)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.task.rate(number) * group["lr_scale"]
+            group["lr"] = rate * group["lr_scale"]
         if self.precision == "master":
-            torch._foreach_copy_(
-                [m.grad for m in self.masters], [p.grad for p in self.parameters]
-            )
-            torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
-            self.optimizer.step()
+            # One launch for all tensors: a loop of copies would make this loop needlessly slow.
+            gradients = [weight.grad for weight in self.parameters]
+            master_gradients = [master.grad for master in self.masters]
+            torch._foreach_copy_(master_gradients, gradients)
+        torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
+        self.optimizer.step()
+        if self.precision == "master":
             with torch.no_grad():
                 torch._foreach_copy_(self.parameters, self.masters)
-        else:
-            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-            self.optimizer.step()
+
+        # None, not 0: the next backward pass then writes instead of adding.
         for parameter in self.parameters:
             parameter.grad = None
         return loss.detach()
@@ -197,7 +238,10 @@ class BareLoop:
 
 
 def normalize(images: torch.Tensor) -> torch.Tensor:
-    return images.float() * (1 / (255 * STD[0])) - MEAN[0] / STD[0]
+    """uint8 to fp32 in [-1, 1], by a product and a sum: a division would be slower."""
+    scale = 1 / (255 * STD)
+    shift = MEAN / STD
+    return images.float() * scale - shift
 
 
 class TimmLoop:
@@ -209,37 +253,45 @@ class TimmLoop:
 
     def __init__(self, name: str, task: Task, *, compiled: bool, **sizes: Any) -> None:
         self.task = task
-        classes, side = task.arch.num_classes, task.arch.image_size
-        model = create_model(name, num_classes=classes, img_size=side, **sizes).to(
-            task.device
+        model = create_model(
+            name,
+            num_classes=task.arch.num_classes,
+            img_size=task.arch.image_size,
+            **sizes,
         )
+        model.to(task.device)
         optim = task.run.optim
         self.optimizer = create_optimizer_v2(
             model,
             opt="adamw",
             lr=optim.lr,
             weight_decay=optim.weight_decay,
+            # PyTorch's fused update is for GPUs.
             fused=task.device.type == "cuda",
         )
         self.parameters = list(model.parameters())
-        self.model = torch.compile(model) if compiled else model
+        self.model = model
+        # As --torchcompile does, the whole model; ours compiles block by block.
+        if compiled:
+            self.model = torch.compile(model)
+        # As timm's prefetcher keeps them: a value for each channel, in the units of the pixels.
         shape = (1, 3, 1, 1)
-        self.mean = torch.tensor([255 * x for x in MEAN], device=task.device).view(
-            shape
-        )
-        self.std = torch.tensor([255 * x for x in STD], device=task.device).view(shape)
+        self.mean = torch.full(shape, 255 * MEAN, device=task.device)
+        self.std = torch.full(shape, 255 * STD, device=task.device)
         self.loss = nn.CrossEntropyLoss()
 
     def step(
         self, number: int, images_B3SS: torch.Tensor, labels_B: torch.Tensor
     ) -> torch.Tensor:
-        x_B3SS = images_B3SS.float().sub_(self.mean).div_(self.std)
+        x_B3SS = images_B3SS.float()
+        x_B3SS = x_B3SS.sub_(self.mean).div_(self.std)
         with torch.autocast(self.task.device.type, dtype=torch.bfloat16):
             loss = self.loss(self.model(x_B3SS), labels_B)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        rate = self.task.rate(number)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.task.rate(number)
+            group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -255,10 +307,12 @@ class Calls(TorchDispatchMode):
         func: Any,
         types: Any,
         args: Any = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Any = None,
     ) -> Any:
         self.count += 1
-        return func(*args, **(kwargs or {}))
+        # torch passes None where there are no named arguments.
+        kwargs = kwargs or {}
+        return func(*args, **kwargs)
 
 
 def synchronize(device: torch.device) -> None:
@@ -280,6 +334,7 @@ def start_afresh(device: torch.device) -> None:
 
     torch keeps few compiled variants per function: without this, later models would run uncompiled.
     """
+    # A loop is part of circles (engine, hooks, closures), which nothing else would free.
     gc.collect()
     if device.type == "cuda":
         torch.compiler.reset()
@@ -295,18 +350,23 @@ def interleaved(
     device: torch.device,
 ) -> dict[str, list[float]]:
     """Seconds per step of each loop and round: A B C, C B A, A B C, ..."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):
-        for name in list(steps) if turn % 2 == 0 else reversed(list(steps)):
+        names = list(steps)
+        # A card that warms up in a round would always favour the same loop.
+        if turn % 2 == 1:
+            names.reverse()
+        first = turn * steps_per_round
+        for name in names:
+            several = partial(run_steps, steps[name], steps_per_round, first=first)
+            # Several steps between two synchronisations: the host runs ahead, as in training.
+            seconds[name].append(seconds_of(several, device) / steps_per_round)
+    return seconds
 
-            def several(
-                step: Step = steps[name], first: int = turn * steps_per_round
-            ) -> None:
-                for number in range(first, first + steps_per_round):
-                    step(number)
 
-            found[name].append(seconds_of(several, device) / steps_per_round)
-    return found
+def run_steps(step: Step, num: int, *, first: int = 0) -> None:
+    for number in range(first, first + num):
+        step(number)
 
 
 def matmul_rate(device: torch.device, *, side: int) -> float:
@@ -314,19 +374,28 @@ def matmul_rate(device: torch.device, *, side: int) -> float:
 
     After a second of work: a cool GPU is faster.
     """
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in "ab")
+    dtype = torch.float32
+    if device.type == "cuda":
+        dtype = torch.bfloat16
+    shape = (side, side)
+    # Random, since products of zeros take less power, and the card clocks higher.
+    a = torch.randn(shape, device=device).to(dtype)
+    b = torch.randn(shape, device=device).to(dtype)
     out = torch.empty_like(a)
 
     def products(count: int) -> None:
         for _ in range(count):
             torch.mm(a, b, out=out)
 
+    # The first ones choose a kernel and load it.
     products(3)
-    count = (
-        max(1, int(1.0 / seconds_of(lambda: products(3), device) * 3))
-        if side > 1000
-        else 3
-    )
+    count = 3
+    # As many as take a second; a small product only shows that it works.
+    if side > 1000:
+        seconds_of_one = seconds_of(lambda: products(3), device) / 3
+        count = max(1, int(1.0 / seconds_of_one))
     products(count)
-    return 2 * side**3 * count / seconds_of(lambda: products(count), device)
+
+    # A product of side^2 sums of `side` terms: a multiplication and an addition each.
+    flops = 2 * side**3 * count
+    return flops / seconds_of(lambda: products(count), device)

@@ -55,18 +55,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 return number
         return len(LONGEST)
 
+    # Stable, so files keep their order, and what is not named stays behind.
     items.sort(key=turn)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--renew-golden", action="store_true", help="write tests/golden anew"
+        "--renew-golden",
+        action="store_true",
+        help="write tests/golden anew",
     )
     parser.addoption(
-        "--storm-kills", type=int, default=200, help="faults of each storm"
+        "--storm-kills",
+        type=int,
+        default=200,
+        help="faults of each storm",
     )
     parser.addoption(
-        "--storm-seed", type=int, default=1, help="decides the plan of each storm"
+        "--storm-seed",
+        type=int,
+        default=1,
+        help="decides the plan of each storm",
     )
 
 
@@ -117,9 +126,11 @@ def mounted(folder: Path, source: str | Path, *options: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
+        unmount = ["umount", str(folder)]
         # Processes that a test ended may still have files of a tmpfs open.
-        lazy = ["--lazy"] if source == "tmpfs" else []
-        subprocess.run(["umount", *lazy, str(folder)], check=True)
+        if source == "tmpfs":
+            unmount.append("--lazy")
+        subprocess.run(unmount, check=True)
 
 
 @pytest.fixture
@@ -133,18 +144,20 @@ def small_disk(tmp_path) -> Iterator[Path]:
 def digits_shards(tmp_path_factory) -> Path:
     """The embedded corpus as shards, made by the scripts."""
     folder = tmp_path_factory.mktemp("digits")
-    prepare = [
-        "data_prep/make_shards.py",
+    images = folder / "images"
+    shards = folder / "shards"
+    make_corpus = [ROOT / "data_prep/make_corpus.py", "digits", images]
+    make_shards = [
+        ROOT / "data_prep/make_shards.py",
         "--config",
         ROOT / "configs/data/digits.yaml",
+        f"source.path={images}",
+        f"output={shards}",
     ]
-    prepare += [f"source.path={folder / 'images'}", f"output={folder / 'shards'}"]
-    for command in (["data_prep/make_corpus.py", "digits", folder / "images"], prepare):
-        script, *arguments = map(str, command)
-        subprocess.run(
-            [sys.executable, ROOT / script, *arguments], check=True, cwd=folder
-        )
-    return folder / "shards"
+    # By the scripts, from another folder: nothing may depend on the one that they start in.
+    for command in (make_corpus, make_shards):
+        subprocess.run([sys.executable, *command], check=True, cwd=folder)
+    return shards
 
 
 @pytest.fixture(scope="session")
@@ -160,14 +173,14 @@ def fault_runs(
 @pytest.fixture(scope="session")
 def killed(fault_runs: FaultRuns) -> Path:
     """A training killed in step 17, with checkpoints of steps 10 and 15. Tests copy it."""
-    place = fault_runs.folder / "killed"
+    folder = fault_runs.folder / "killed"
 
     # Rank 1 waits 2 s before it dies, so that the save of step 15 is committed.
-    ranks = fault_runs.start(
-        place, faults={1: [fault("backward", micro_step(17), "lag and kill")]}
-    )
+    faults = {1: [fault("backward", micro_step(17), "lag and kill")]}
+    ranks = fault_runs.start(folder, faults=faults)
+    # Its own end, not that of the other ranks: otherwise the fault was not what ended the run.
     assert wait_and_end_others(ranks)[1] == -signal.SIGKILL
-    return place
+    return folder
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from PIL import Image
 from vitscale.config.errors import UserError
 
 NOISE_PHOTOS = 64
-NOISE_CLASSES = 16
+JPEG_START = b"\xff\xd8"
 PNG_START = b"\x89PNG"
 PNG_HEADER = 33  # bytes of the signature and the header chunk
 
@@ -55,42 +55,51 @@ def with_comment(image: bytes, text: str) -> bytes:
     if image.startswith(PNG_START):
         body = b"tEXtComment\0" + comment
         checksum = zlib.crc32(body).to_bytes(4, "big")
-        part = (len(body) - 4).to_bytes(4, "big") + body + checksum
-        return image[:PNG_HEADER] + part + image[PNG_HEADER:]
-    assert image[:2] == b"\xff\xd8"
-    return (
-        image[:2]
-        + b"\xff\xfe"
-        + (len(comment) + 2).to_bytes(2, "big")
-        + comment
-        + image[2:]
-    )
+        # A chunk's length leaves out its name of four letters, which the checksum covers.
+        length = (len(body) - 4).to_bytes(4, "big")
+        chunk = length + body + checksum
+        return image[:PNG_HEADER] + chunk + image[PNG_HEADER:]
+
+    assert image.startswith(JPEG_START)
+    # A segment's length counts its own two bytes.
+    length = (len(comment) + 2).to_bytes(2, "big")
+    segment = b"\xff\xfe" + length + comment
+    return image[:2] + segment + image[2:]
 
 
 def as_png(photos: list[bytes], *, side: int | None) -> list[bytes]:
     """The pictures as PNG, resized to a square of `side` pixels if given."""
-    coded = []
+    encoded = []
     for photo in photos:
-        image = Image.open(io.BytesIO(photo), formats=["JPEG"]).convert("RGB")
+        stored = Image.open(io.BytesIO(photo), formats=["JPEG"])
+        # CMYK photographs have no form in PNG.
+        image = stored.convert("RGB")
         if side is not None:
             image = image.resize((side, side), Image.Resampling.LANCZOS)
         file = io.BytesIO()
         image.save(file, "PNG")
-        coded.append(file.getvalue())
-    return coded
+        encoded.append(file.getvalue())
+    return encoded
 
 
 def given_photos(source: Path) -> list[bytes]:
     """The JPEG files of a folder or of a tar."""
+    contents = []
     if source.is_dir():
-        found = [
-            path.read_bytes() for path in sorted(source.rglob("*")) if path.is_file()
-        ]
+        for path in sorted(source.rglob("*")):
+            if path.is_file():
+                contents.append(path.read_bytes())
     else:
         with tarfile.open(source) as tar:
-            files = [tar.extractfile(member) for member in tar if member.isfile()]
-            found = [file.read() for file in files if file is not None]
-    photos = [data for data in found if data[:2] == b"\xff\xd8"]
+            for member in tar:
+                if not member.isfile():
+                    continue
+                file = tar.extractfile(member)
+                assert file is not None
+                contents.append(file.read())
+
+    # By content, since ImageNet has PNG files with the suffix .JPEG.
+    photos = [data for data in contents if data.startswith(JPEG_START)]
     if not photos:
         raise UserError("contains no JPEG files", where=f"--images {source}")
     return photos
@@ -103,15 +112,20 @@ def noise_photos(
     photos = []
     for seed in range(num):
         rng = np.random.default_rng(seed)
-        coarse = rng.integers(0, 256, (height // 2, width // 2, 3), dtype=np.uint8)
-        fine = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        smooth = Image.fromarray(coarse).resize(
-            (width, height), Image.Resampling.BICUBIC
-        )
+        coarse = _noise(rng, width // 2, height // 2)
+        enlarged = coarse.resize((width, height), Image.Resampling.BICUBIC)
+        # Pure noise hardly compresses: its files would be larger, and slower to decode.
+        image = Image.blend(enlarged, _noise(rng, width, height), 0.2)
+
         file = io.BytesIO()
-        Image.blend(smooth, Image.fromarray(fine), 0.2).save(file, "JPEG", quality=85)
+        image.save(file, "JPEG", quality=85)
         photos.append(file.getvalue())
     return photos
+
+
+def _noise(rng: np.random.Generator, width: int, height: int) -> Image.Image:
+    pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
 
 
 def write_photo_folder(
@@ -123,10 +137,13 @@ def write_photo_folder(
     for path, data in _repeated(photos):
         if written >= total_bytes:
             break
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(data)
+        file = root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
         digests[path] = blake3(data).digest()
         written += len(data)
+
+    # Otherwise the disk would still write these pages while the first candidate is timed.
     os.sync()
     return PhotoFolder(root, digests, written)
 
@@ -136,21 +153,31 @@ def _repeated(photos: list[bytes]) -> Iterator[tuple[str, bytes]]:
     turn = 0
     while True:
         for i, photo in enumerate(photos):
+            # Named as in ImageNet, whose suffix make_shards has to read too.
             label = f"n{i % num_classes:08d}"
-            suffix = "png" if photo.startswith(PNG_START) else "JPEG"
-            yield (
-                f"{label}/{label}_{i}_{turn}.{suffix}",
-                with_comment(photo, f"copy {turn}"),
-            )
+            suffix = "JPEG"
+            if photo.startswith(PNG_START):
+                suffix = "png"
+            path = f"{label}/{label}_{i}_{turn}.{suffix}"
+
+            # Distinct bytes give each file a hash of its own, by which the checks tell them apart.
+            data = with_comment(photo, f"copy {turn}")
+            yield path, data
         turn += 1
 
 
 def part_of(folder: PhotoFolder, root: Path, *, num: int) -> PhotoFolder:
     """A random part of the files, under the same paths, without copying them."""
-    chosen = random.Random(0).sample(folder.paths, min(num, len(folder.paths)))
+    num = min(num, len(folder.paths))
+    # The same part in every call, so that the rounds of two calls compare.
+    chosen = random.Random(0).sample(folder.paths, num)
     num_bytes = 0
     for path in chosen:
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        os.link(folder.root / path, root / path)
-        num_bytes += (root / path).stat().st_size
-    return PhotoFolder(root, {path: folder.digests[path] for path in chosen}, num_bytes)
+        file = root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # A link shares the pages in the cache, so the part is read from memory as the whole is.
+        os.link(folder.root / path, file)
+        num_bytes += file.stat().st_size
+
+    digests = {path: folder.digests[path] for path in chosen}
+    return PhotoFolder(root, digests, num_bytes)

@@ -21,6 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,9 +39,12 @@ from vitscale.data.index import read_split
 from vitscale.data.order import SampleOrder
 from vitscale.images.crops import FORMATS
 
+# Shares of an image's area, and aspects of a crop: the recipe of the product, given to all.
 AREA = (0.05, 1.0)
+ASPECT = (3 / 4, 4 / 3)
 PNG_START = b"\x89PNG"
-MEAN, STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+MEAN = (0.5, 0.5, 0.5)
+STD = (0.5, 0.5, 0.5)
 
 Decode = Callable[[bytes], torch.Tensor]
 
@@ -58,9 +62,9 @@ def webdataset_pillow(task: Task) -> Batches:
             transforms.Normalize(MEAN, STD),
         ]
     )
-    tars = [str(path) for path in sorted(task.shards.glob("*.tar"))]
     dataset = (
-        webdataset.WebDataset(tars, shardshuffle=100)
+        webdataset.WebDataset(tar_paths(task), shardshuffle=100)
+        # Without an end: a short corpus must not cost a start of the workers inside the clock.
         .repeat()
         .shuffle(1000)
         .decode("pil")
@@ -71,12 +75,19 @@ def webdataset_pillow(task: Task) -> Batches:
     yield from webdataset.WebLoader(dataset, batch_size=None, **_processes(task))
 
 
+def tar_paths(task: Task) -> list[str]:
+    return [str(path) for path in sorted(task.shards.glob("*.tar"))]
+
+
 def _processes(task: Task) -> dict[str, Any]:
     """For torch's DataLoader: workers from a fork server, as ours have one.
 
     From Python's own: that of the product does not import the main module, where these classes are.
     """
-    context = multiprocessing.get_context("forkserver") if task.workers else None
+    context = None
+    # Without workers, DataLoader refuses a context.
+    if task.workers:
+        context = multiprocessing.get_context("forkserver")
     return {"num_workers": task.workers, "multiprocessing_context": context}
 
 
@@ -86,14 +97,17 @@ class _Stored(Dataset[tuple[torch.Tensor, int]]):
     def __init__(self, task: Task, make_decode: Callable[[int], Decode]) -> None:
         self.index = read_split(task.shards, split="train")
         self.order = sample_order(task.shards)
-        self.make_decode, self.side = make_decode, task.side
+        self.make_decode = make_decode
+        self.side = task.side
         self.decode: Decode | None = None
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, int]:
+        # Made in the worker: a closure cannot be pickled on its way there.
         if self.decode is None:
             self.decode = self.make_decode(self.side)
         _, sample = self.order.at(position)
-        return self.decode(self.index.read(sample)), int(self.index.label[sample])
+        image = self.decode(self.index.read(sample))
+        return image, int(self.index.label[sample])
 
 
 def sample_order(shards: Path) -> SampleOrder:
@@ -104,6 +118,7 @@ def sample_order(shards: Path) -> SampleOrder:
 
 
 def map_style(task: Task, *, make_decode: Callable[[int], Decode]) -> Batches:
+    # A million batches: no loader reaches an end, which would cost it a start of its workers.
     positions = range(BATCH << 20)
     yield from DataLoader(
         _Stored(task, make_decode),
@@ -131,16 +146,20 @@ def torchvision_decode(side: int) -> Decode:
 def opencv_decode(side: int) -> Decode:
     import cv2
 
+    # One thread for each worker, as all have: OpenCV would start one for each core in each.
     cv2.setNumThreads(0)
 
     def decode(data: bytes) -> torch.Tensor:
+        # simplejpeg knows no PNG, which OpenCV's users would read by OpenCV, not by Pillow.
         if data.startswith(PNG_START):
-            whole = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB)
+            stored = np.frombuffer(data, np.uint8)
+            whole = cv2.imdecode(stored, cv2.IMREAD_COLOR_RGB)
         else:
             whole = _whole(data)
         crop, flip = _random_crop(whole)
         resized = cv2.resize(crop, (side, side), interpolation=cv2.INTER_LINEAR)
-        resized = cv2.flip(resized, 1) if flip else resized
+        if flip:
+            resized = cv2.flip(resized, 1)
         return torch.from_numpy(resized.transpose(2, 0, 1))
 
     return decode
@@ -149,11 +168,16 @@ def opencv_decode(side: int) -> Decode:
 def simplejpeg_torch_decode(side: int) -> Decode:
     def decode(data: bytes) -> torch.Tensor:
         crop, flip = _random_crop(_whole(data))
+        # [1, 3, height, width]: interpolate resizes batches alone.
         planes = torch.from_numpy(crop).permute(2, 0, 1)[None]
         resized = torch.nn.functional.interpolate(
-            planes, size=(side, side), mode="bilinear"
+            planes,
+            size=(side, side),
+            mode="bilinear",
         )[0]
-        return resized.flip(-1) if flip else resized
+        if flip:
+            return resized.flip(-1)
+        return resized
 
     return decode
 
@@ -171,22 +195,27 @@ def _whole(data: bytes) -> np.ndarray:
     import simplejpeg
 
     try:
+        # In the rivals' favour: both options are faster, and less exact than our own decoder.
         return simplejpeg.decode_jpeg(
             data, colorspace="RGB", fastdct=True, fastupsample=True
         )
     except ValueError:  # PNG, CMYK and other rarities
-        return np.array(Image.open(io.BytesIO(data), formats=FORMATS).convert("RGB"))
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        return np.array(image.convert("RGB"))
 
 
 def _random_crop(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
     """torchvision's box of this image, and whether to mirror it."""
     from torchvision.transforms import RandomResizedCrop
 
+    # get_params reads the shape alone, so an image without channels saves a conversion.
     shape = torch.empty(0, *pixels.shape[:2])
     top, left, height, width = RandomResizedCrop.get_params(
-        shape, list(AREA), [3 / 4, 4 / 3]
+        shape, list(AREA), list(ASPECT)
     )
-    return pixels[top : top + height, left : left + width], bool(torch.rand(()) < 0.5)
+    crop = pixels[top : top + height, left : left + width]
+    flip = bool(torch.rand(()) < 0.5)
+    return crop, flip
 
 
 def dali(task: Task) -> Batches:
@@ -200,34 +229,36 @@ def dali(task: Task) -> Batches:
         prefetch_queue_depth=2,
     )
     def pipeline() -> Any:
-        tars = [str(path) for path in sorted(task.shards.glob("*.tar"))]
         stored, label = fn.readers.webdataset(
-            paths=tars,
+            paths=tar_paths(task),
             ext=["jpg;jpeg;png", "cls"],
             random_shuffle=True,
+            # The default fills in an empty component, without a word.
             missing_component_behavior="error",
         )
         crop = fn.decoders.image_random_crop(
             stored,
             device="cpu",
             random_area=list(AREA),
-            random_aspect_ratio=[3 / 4, 4 / 3],
+            random_aspect_ratio=list(ASPECT),
         )
-        side = task.side
         resized = fn.resize(
             crop,
-            resize_x=side,
-            resize_y=side,
+            resize_x=task.side,
+            resize_y=task.side,
             interp_type=types.INTERP_LINEAR,
+            # As ours, which samples the same pixels.
             antialias=False,
         )
-        return fn.flip(resized, horizontal=fn.random.coin_flip()), label
+        flipped = fn.flip(resized, horizontal=fn.random.coin_flip())
+        return flipped, label
 
     built = pipeline()
     built.build()
     while True:
         images, labels = built.run()
-        numbers = [int(bytes(labels.at(i)).decode()) for i in range(BATCH)]
+        # DALI gives the bytes of each .cls member.
+        numbers = [int(bytes(labels.at(i))) for i in range(BATCH)]
         yield torch.from_numpy(images.as_array()), torch.tensor(numbers)
 
 
@@ -235,15 +266,16 @@ def spdl(task: Task) -> Batches:
     """SPDL's pipeline of threads. Its own decoder needs FFmpeg's libraries: simplejpeg instead."""
     from spdl.pipeline import PipelineBuilder
 
+    # Its threads are the parallel part: torch's own, in each of them, would be in their way.
     torch.set_num_threads(1)
     samples = _Stored(task, simplejpeg_torch_decode)
-    stack = torch.utils.data.default_collate
     pipeline = (
         PipelineBuilder()
         .add_source(itertools.count())
         .pipe(samples.__getitem__, concurrency=task.workers)
         .aggregate(BATCH)
-        .pipe(stack)
+        .pipe(torch.utils.data.default_collate)
+        # Two batches ahead, as each worker of ours and of DataLoader has.
         .add_sink(2)
         .build(num_threads=task.workers)
     )
@@ -265,6 +297,7 @@ def _mapped(make_decode: Callable[[int], Decode]) -> Callable[[Task], Batches]:
     return partial(map_style, make_decode=make_decode)
 
 
+# The first is what the others are divided by; then the rivals, and at last our own variants.
 CONTENDERS = {
     "webdataset": Contender(
         webdataset_pillow,
@@ -313,11 +346,11 @@ RIVALS = ("webdataset", "torchvision", "opencv", "simplejpeg_torch", "dali", "sp
 
 def why_missing(name: str) -> str | None:
     module = CONTENDERS[name].needs
-    try:
-        found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        found = False
-    return None if found else f"{module} is not installed"
+    # Of `nvidia.dali` without `nvidia`, find_spec raises instead of returning None.
+    with suppress(ModuleNotFoundError):
+        if importlib.util.find_spec(module) is not None:
+            return None
+    return f"{module} is not installed"
 
 
 def measure(name: str, task: Task, *, seconds: float) -> dict[str, Any]:
@@ -331,6 +364,7 @@ def measure(name: str, task: Task, *, seconds: float) -> dict[str, Any]:
         pixels, numbers = next(batches)
         if name != "decode_only":
             assert pixels is not None and len(pixels) == BATCH
+            # Sorted, since DALI has the channels last.
             assert sorted(pixels.shape[1:]) == [3, task.side, task.side], pixels.shape
         images += len(numbers)
         labels.extend(numbers.tolist())
@@ -338,12 +372,19 @@ def measure(name: str, task: Task, *, seconds: float) -> dict[str, Any]:
     batches = CONTENDERS[name].make(task)
     take()
     first = time.perf_counter() - start
+
+    # What the workers prepared while others still started would count as speed.
     for _ in range(3 * task.workers):
         take()
-    warm, begin = images, time.perf_counter()
-    while time.perf_counter() - begin < seconds or images - warm < BATCH * task.workers:
+
+    warm_images = images
+    warm_at = time.perf_counter()
+    elapsed = 0.0
+    # At least a batch of each worker, however short the time is.
+    while elapsed < seconds or images - warm_images < BATCH * task.workers:
         take()
-    rate = (images - warm) / (time.perf_counter() - begin)
+        elapsed = time.perf_counter() - warm_at
+    rate = (images - warm_images) / elapsed
     batches.close()  # ends the workers, which would disturb the next measurement
     return {"rate": rate, "start_s": first, "images": images, "labels": labels}
 

@@ -13,7 +13,9 @@ from vitscale.data.loader import training_batches
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet, open_training_set
 
-BATCH, SIDE, SEED = 64, 224, 0  # SIDE: pixels a side of the output, unless given
+BATCH = 64
+SIDE = 224  # pixels a side of the output, unless given
+SEED = 0
 
 Pixels = torch.Tensor | None
 Batches = Generator[tuple[Pixels, torch.Tensor], None, None]
@@ -33,6 +35,7 @@ def data_settings(
     shards: Path, *, workers: int, decoder: str = "region", antialias: bool = False
 ) -> DataSettings:
     return DataSettings(
+        # Local shards with an index: the default, and the fastest way to read.
         path=str(shards),
         global_batch=BATCH,
         num_workers=workers,
@@ -49,11 +52,19 @@ def ours(
         task.shards, workers=task.workers, decoder=decoder, antialias=antialias
     )
     training_set = open_training_set(settings, seed=SEED)
+
+    # As if the shards had been prepared without them: images are then decoded from their top.
     if not entry_points:
         parts = tuple(replace(part, entry_points=()) for part in training_set.parts)
         training_set = replace(training_set, parts=parts)
+
+    # A million batches: the measurement ends long before the stream does.
     loader = training_loader(
-        settings, start=0, stop=BATCH << 20, side=task.side, training_set=training_set
+        settings,
+        start=0,
+        stop=BATCH << 20,
+        side=task.side,
+        training_set=training_set,
     )
     with loader as batches:
         for batch in batches:
@@ -78,5 +89,6 @@ def training_loader(
         rank=0,
         world_size=1,
         micro_batch=BATCH,
+        # The rivals give ordinary memory, too.
         pin_memory=False,
     )

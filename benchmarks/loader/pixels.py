@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 
-from benchmarks.loader.contenders import AREA, sample_order
+from benchmarks.loader.contenders import AREA, ASPECT, sample_order
 from benchmarks.loader.ours import BATCH, SEED, SIDE, data_settings, training_loader
 from vitscale.data.index import read_split
 from vitscale.data.order import Draw
@@ -44,21 +44,31 @@ def run(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     )
     index = read_split(options.shards, split="train")
     order = sample_order(options.shards)
-    stop = min(options.images, index.num_samples) // BATCH * BATCH
+
+    # Whole batches: the loader gives no part of one.
+    num_batches = min(options.images, index.num_samples) // BATCH
+    stop = num_batches * BATCH
     psnr: list[float] = []
-    wrong_labels = position = 0
+    wrong_labels = 0
+    position = 0
     loader = training_loader(settings, start=0, stop=stop, side=options.side)
     with loader as batches:
         for batch in batches:
-            for image, label in zip(batch.images, batch.labels.tolist(), strict=True):
+            labels = batch.labels.tolist()
+            for image, label in zip(batch.images, labels, strict=True):
+                # The order is computed anew: a loader that mixes up its slots must not pass.
                 epoch, sample = order.at(position)
                 expected = _reference(
-                    index.read(sample), epoch=epoch, sample=sample, side=options.side
+                    index.read(sample),
+                    epoch=epoch,
+                    sample=sample,
+                    side=options.side,
                 )
-                error = (image.float() - expected.float()).square().mean().item()
-                psnr.append(10 * math.log10(255**2 / error) if error else IDENTICAL)
+                psnr.append(_psnr(image, expected))
                 wrong_labels += label != int(index.label[sample])
                 position += 1
+
+    # A stream that ends early would otherwise pass with the images that came.
     assert position == stop, f"{position} of {stop} images"
     return {
         "images": position,
@@ -69,17 +79,37 @@ def run(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
 
 
+def _psnr(image: torch.Tensor, expected: torch.Tensor) -> float:
+    difference = image.float() - expected.float()
+    error = difference.square().mean().item()
+    if error == 0:
+        return IDENTICAL
+    return 10 * math.log10(255**2 / error)
+
+
 def _reference(data: bytes, *, epoch: int, sample: int, side: int) -> torch.Tensor:
     """Decode the whole image with Pillow, crop, resample."""
-    random = CounterRandom(augmentation_key(SEED, Draw(0, epoch, sample, 0)))
+    # Part and view are 0: there is one set of shards, and each image is seen once in an epoch.
+    draw = Draw(0, epoch, sample, 0)
+    random = CounterRandom(augmentation_key(SEED, draw))
+    # Pillow decodes all pixels here: no part of the decoder under test is used.
     decoded = crops.decode(data)
     height, width = decoded.shape[:2]
     box = crops.random_crop_box(
-        width, height, area=AREA, aspect=(3 / 4, 4 / 3), random=random
+        width,
+        height,
+        area=AREA,
+        aspect=ASPECT,
+        random=random,
     )
+    # After the box: both take from one counter, so their order is part of the recipe.
     flip = random.uniform() < 0.5
     request = crops.CropRequest(
-        box=box, size=side, interpolation="bilinear", antialias=False, flip=flip
+        box=box,
+        size=side,
+        interpolation="bilinear",
+        antialias=False,
+        flip=flip,
     )
     return crops.crop_and_resize(decoded, request)
 

@@ -56,11 +56,11 @@ def restore_signals() -> None:
     not: this process goes on after a hang-up, and its children end.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # An ignored SIGCHLD would hide the exit codes of children.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in signal.valid_signals() - OWN_SIGNALS:
         if signal.getsignal(number) is signal.SIG_IGN:
-            # An ignored SIGCHLD would hide the exit codes of children.
-            is_child = number == signal.SIGCHLD
-            signal.signal(number, signal.SIG_DFL if is_child else go_on)
+            signal.signal(number, go_on)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -11,19 +11,22 @@ def by_level(
     cases: Iterable[Any], *, fast: Collection[Any] = (), slow: Collection[Any] = ()
 ) -> list[Any]:
     """Parameters for `pytest.mark.parametrize`: every case that is not named is exhaustive."""
+    # A level that names no case would be a typing error, and the case would be exhaustive.
     cases = list(cases)
     assert {*fast, *slow} <= set(cases)
     assert not {*fast} & {*slow}
 
-    def marks(case) -> list[pytest.MarkDecorator]:
+    parameters = []
+    for case in cases:
+        marks = [pytest.mark.exhaustive]
         if case in fast:
-            return []
-        return [pytest.mark.slow if case in slow else pytest.mark.exhaustive]
-
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks(case))
-        for case in cases
-    ]
+            marks = []
+        elif case in slow:
+            marks = [pytest.mark.slow]
+        # A tuple has a value for each argument.
+        values = case if isinstance(case, tuple) else (case,)
+        parameters.append(pytest.param(*values, marks=marks))
+    return parameters
 
 
 def skip_or_fail(reason: str) -> NoReturn:

@@ -31,8 +31,10 @@ def tensor_file(step: int, rank: int = 0) -> bytes:
     """A safetensors file of one byte tensor `model.RANK` that holds `step` everywhere."""
     entry = {"dtype": "U8", "shape": [LENGTH], "data_offsets": [0, LENGTH]}
     header = json.dumps({f"model.{rank}": entry}).encode()
+    # As the library writes it: data begins at a multiple of 8 bytes.
     header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header + bytes([step]) * LENGTH
+    length = len(header).to_bytes(8, "little")
+    return length + header + bytes([step]) * LENGTH
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:
@@ -52,6 +54,7 @@ def light_save(
     score: float | None = None,
 ) -> Commit:
     """score: of its evaluation; None: it was not evaluated."""
+    # `n` tells which save was read; `unreadable` is what a session asks a checkpoint for.
     progress: dict[str, Any] = {"n": step, "unreadable": 0}
     if score is not None:
         progress["score"] = score_of({"val/top1": score})
@@ -75,6 +78,7 @@ def main() -> None:
         light_save(Path(folder), step=int(step), keep=int(keep))
     except UserError:
         code = 2
+    # Python's own end makes system calls, too, which the tracer would count.
     os._exit(code)
 
 

@@ -65,41 +65,43 @@ class Run:
         The loader is left two steps before its end. Asserts that all ranks make equally many steps.
         """
         micro_steps = (stop - start) * accumulation
-        span = {"start": start * GLOBAL_BATCH, "stop": (stop + 2) * GLOBAL_BATCH}
         per_rank = []
         for rank in range(ranks):
-            layout = {"rank": rank, "ranks": ranks, "accumulation": accumulation}
-            micro_batches = rank_batches_of(self.settings(workers), **span, **layout)
-            per_rank.append(
-                [_digests(batch) for batch in islice(micro_batches, micro_steps)]
+            micro_batches = rank_batches_of(
+                self.settings(workers),
+                start=start * GLOBAL_BATCH,
+                # Left early, as by a run that is stopped: workers have batches in hand.
+                stop=(stop + 2) * GLOBAL_BATCH,
+                rank=rank,
+                ranks=ranks,
+                accumulation=accumulation,
             )
+            per_rank.append([*map(_digests, islice(micro_batches, micro_steps))])
             micro_batches.close()
-        assert {len(own) for own in per_rank} == {micro_steps}
-        whole = [
-            [image for own in per_rank for image in own[i]] for i in range(micro_steps)
-        ]
-        return [
-            sum(whole[i : i + accumulation], [])
-            for i in range(0, micro_steps, accumulation)
-        ]
+        assert {len(batches) for batches in per_rank} == {micro_steps}
+
+        # The contract of the order: micro-batch by micro-batch, in each rank by rank.
+        steps = [[] for _ in range(start, stop)]
+        for number in range(micro_steps):
+            for batches in per_rank:
+                steps[number // accumulation] += batches[number]
+        return steps
 
 
 def _digests(batch: Batch) -> list[bytes]:
-    images = zip(batch.images, batch.labels.tolist(), strict=True)
-    return [
-        hashlib.sha256(image.numpy().tobytes() + bytes([n])).digest()
-        for image, n in images
-    ]
+    digests = []
+    for image, label in zip(batch.images, batch.labels.tolist(), strict=True):
+        # With the label: right images in another order than their labels must not pass.
+        content = image.numpy().tobytes() + bytes([label])
+        digests.append(hashlib.sha256(content).digest())
+    return digests
 
 
 def server_pid() -> int:
-    pid = forkserver._forkserver._forkserver_pid
-    return pid
+    return forkserver._forkserver._forkserver_pid
 
 
 def worker_pids() -> list[int]:
     pid = server_pid()
-    return [
-        int(each)
-        for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    ]
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in children.split()]

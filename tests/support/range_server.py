@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 # Status of a fault of one request; others are drop, short, slow, wrong and no_ranges.
 STATUS = {"error": 503, "forbidden": 403, "missing": 404}
@@ -64,40 +64,48 @@ def _about(
     folder: Path, path: str, query: dict[str, str], *, google: bool
 ) -> bytes | None:
     """A listing of a bucket, or what Google knows of a file; None if the content is wanted."""
+    # S3 lists with `list-type`; Google gives content with `alt`, and facts without.
     if "list-type" not in query and (not google or "alt" in query):
         return None
-    base = folder / path.split("/")[0]
-    if "/" in path:
-        names = [path.partition("/")[2]]
+    bucket, _, name = path.partition("/")
+    base = folder / bucket
+    sizes = {}
+    for file in sorted(base.rglob("*")):
+        if file.is_file():
+            sizes[str(file.relative_to(base))] = file.stat().st_size
+
+    if name:
+        sizes = {name: sizes[name]} if name in sizes else {}
     else:
-        names = [
-            str(file.relative_to(base))
-            for file in sorted(base.rglob("*"))
-            if file.is_file()
-        ]
-        names = [name for name in names if name.startswith(query.get("prefix", ""))]
-    files = {
-        name: (base / name).stat().st_size for name in names if (base / name).is_file()
-    }
+        prefix = query.get("prefix", "")
+        sizes = {key: size for key, size in sizes.items() if key.startswith(prefix)}
     if google:
         items = [
-            {"name": n, "bucket": base.name, "size": str(s)} for n, s in files.items()
+            {"name": key, "bucket": bucket, "size": str(size)}
+            for key, size in sizes.items()
         ]
-        if "/" in path:
-            return json.dumps(items[0]).encode() if items else None
-        return json.dumps({"kind": "storage#objects", "items": items}).encode()
-    entries = [
-        f"<Contents><Key>{name}</Key><Size>{size}</Size>"
-        "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
-        for name, size in files.items()
-    ]
-    text = f"<IsTruncated>false</IsTruncated><KeyCount>{len(files)}</KeyCount>{''.join(entries)}"
+        if not name:
+            return json.dumps({"kind": "storage#objects", "items": items}).encode()
+        # The caller answers 404.
+        if not items:
+            return None
+        return json.dumps(items[0]).encode()
+
+    text = f"<IsTruncated>false</IsTruncated><KeyCount>{len(sizes)}</KeyCount>"
+    for key, size in sizes.items():
+        # boto3 parses the time of each object, and fails without one.
+        text += (
+            f"<Contents><Key>{key}</Key><Size>{size}</Size>"
+            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+        )
     return f"<?xml version='1.0'?><ListBucketResult>{text}</ListBucketResult>".encode()
 
 
 class _Http(ThreadingHTTPServer):
+    # A client may keep its connection open for longer than the test lasts.
     daemon_threads = True
     block_on_close = False
+    # Tests ask from many workers at once; Python's own queue holds 5.
     request_queue_size = 128
 
     def handle_error(self, *arguments) -> None:
@@ -107,6 +115,7 @@ class _Http(ThreadingHTTPServer):
 class Answering(BaseHTTPRequestHandler):
     """Quiet, and answers HEAD as GET."""
 
+    # Connections stay open, as with real stores: a client that reuses a broken one shows it.
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *arguments) -> None:
@@ -117,7 +126,9 @@ class Answering(BaseHTTPRequestHandler):
 
     def answer(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)
-        for name, value in ({"Content-Length": str(len(data))} | dict(headers)).items():
+        # A fault may announce another length than it sends.
+        headers = {"Content-Length": str(len(data)), **headers}
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -128,8 +139,8 @@ class _Handler(Answering):
     state: RangeServer
 
     def do_GET(self) -> None:
-        asked_for = urlsplit(self.path)
-        path = unquote(asked_for.path).lstrip("/")
+        url = urlsplit(self.path)
+        path = unquote(url.path).lstrip("/")
 
         # Google's paths: storage/v1/b/BUCKET/o/NAME, and download/... for the content.
         google = re.fullmatch(r"(download/)?storage/v1/b/([^/]+)/o/?(.*)", path)
@@ -140,31 +151,37 @@ class _Handler(Answering):
         self.state.encodings.add(self.headers.get("Accept-Encoding"))
         fault = self.state.fault(path, self.state.requests[path])
         file = self.state.folder / path
-        query = {name: values[0] for name, values in parse_qs(asked_for.query).items()}
-        about = _about(self.state.folder, path, query, google=google is not None)
-        if fault in STATUS or (about is None and not file.is_file()):
+        query = dict(parse_qsl(url.query))
+        data = _about(self.state.folder, path, query, google=google is not None)
+        if fault in STATUS or (data is None and not file.is_file()):
             return self._end(STATUS[fault or "missing"], b"")
+        # No answer at all, as of a server that restarts.
         if fault == "drop":
             self.close_connection = True
             return None
         if fault == "slow":
             time.sleep(SLOW_S)
-        data = file.read_bytes() if about is None else about
+        if data is None:
+            data = file.read_bytes()
+
         status = 200
         headers = {"Accept-Ranges": "bytes"}
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if asked and fault != "no_ranges":
-            start = int(asked[1])
-            last = min(int(asked[2]), len(data) - 1)
+        span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if span and fault != "no_ranges":
+            start = int(span[1])
+            last = min(int(span[2]), len(data) - 1)
             if start >= len(data):
                 return self._end(416, b"")
             headers["Content-Range"] = f"bytes {start}-{last}/{len(data)}"
             status = 206
             data = data[start : last + 1]
+        # One bit anywhere: only a hash of the content can notice it.
         if fault == "wrong":
-            place = secrets.randbelow(len(data))
-            data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+            damaged = bytearray(data)
+            damaged[secrets.randbelow(len(data))] ^= 1
+            data = bytes(damaged)
         headers["Content-Length"] = str(len(data))
+        # Less than announced, as when a connection breaks.
         if fault == "short":
             data = data[: len(data) // 2]
             self.close_connection = True

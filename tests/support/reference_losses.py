@@ -15,66 +15,66 @@ from torch import nn
 
 from tests.support.reference_training import Loss, Sample
 
+Run = Callable[..., Any]
+
 
 def supervised(kind: str = "softmax", smoothing: float = 0.0, share_of=None) -> Loss:
     """share_of: of a pair of neighbours, what each keeps of itself (Mixup, Zhang et al. 2018)."""
 
-    def loss_of(
-        run: Callable[..., Any], pixels: torch.Tensor, sample: Sample
-    ) -> torch.Tensor:
-        shares = torch.ones(len(pixels))
+    def loss_of(run: Run, pixels: torch.Tensor, sample: Sample) -> torch.Tensor:
+        shares_B = torch.ones(len(pixels))
         if share_of is not None:
-            shares = torch.tensor(
-                [share_of(int(p) // 2) for p in sample.positions]
-            ).float()
-            mixed = shares[:, None, None, None]
+            # A pair has one share, drawn by its number.
+            drawn = [share_of(int(position) // 2) for position in sample.positions]
+            shares_B = torch.tensor(drawn).float()
+            mixed = shares_B[:, None, None, None]
             pixels = mixed * pixels + (1 - mixed) * _partner(pixels)
         logits_BC = run(pixels).float()
-        own, other = (F.one_hot(each, logits_BC.shape[1]).float() for each in
-                      (sample.labels, _partner(sample.labels)))  # fmt: skip
-        target_BC = shares[:, None] * own + (1 - shares[:, None]) * other
+        num_classes = logits_BC.shape[1]
+
+        # Mixed as the pixels are; without mixing the share is 1.
+        label_BC = F.one_hot(sample.labels, num_classes).float()
+        share_B1 = shares_B[:, None]
+        target_BC = share_B1 * label_BC + (1 - share_B1) * _partner(label_BC)
         if kind == "bce":  # DeiT-III: each label counts in full, mean over classes
-            return F.binary_cross_entropy_with_logits(
-                logits_BC, (target_BC > 0).float()
-            )
-        target_BC = (1 - smoothing) * target_BC + smoothing / logits_BC.shape[1]
+            target_BC = (target_BC > 0).float()
+            return F.binary_cross_entropy_with_logits(logits_BC, target_BC)
+
+        target_BC = (1 - smoothing) * target_BC + smoothing / num_classes
         if kind == "softmax":
             return -(target_BC * logits_BC.log_softmax(dim=1)).sum(dim=1).mean()
-        wrong = F.binary_cross_entropy_with_logits(
+        # ViT on ImageNet-21k: summed over classes, where torch's own mean would divide by them.
+        wrong_BC = F.binary_cross_entropy_with_logits(
             logits_BC, target_BC, reduction="none"
         )
-        return wrong.sum(dim=1).mean()  # ViT on ImageNet-21k: summed over classes
+        return wrong_BC.sum(dim=1).mean()
 
     return loss_of
 
 
 def _partner(values: torch.Tensor) -> torch.Tensor:
-    return (
-        values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
-        if len(values) % 2 == 0
-        else values
-    )
+    """The other one of each pair of neighbours; a batch that has no pairs is not mixed."""
+    if len(values) % 2:
+        return values
+    return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
 def distillation(teacher: nn.Module, *, kind: str, alpha: float, tau: float) -> Loss:
     """Touvron et al. 2021, equations 2 and 3."""
 
-    def loss_of(
-        run: Callable[..., Any], pixels: torch.Tensor, sample: Sample
-    ) -> torch.Tensor:
+    def loss_of(run: Run, pixels: torch.Tensor, sample: Sample) -> torch.Tensor:
         logits_BC = run(pixels).float()
         with torch.no_grad():
             teacher_BC = teacher(pixels).float()
         labelled = F.cross_entropy(logits_BC, sample.labels)
         if kind == "hard":
-            return (1 - alpha) * labelled + alpha * F.cross_entropy(
-                logits_BC, teacher_BC.argmax(1)
-            )
-        p_BC = (teacher_BC / tau).softmax(dim=1)
-        gap_BC = p_BC.log() - (logits_BC / tau).log_softmax(dim=1)
-        return (1 - alpha) * labelled + alpha * tau**2 * (p_BC * gap_BC).sum(
-            dim=1
-        ).mean()
+            taught = F.cross_entropy(logits_BC, teacher_BC.argmax(1))
+        else:
+            # The divergence of both, written out; tau^2 keeps its gradients as large as without.
+            p_BC = (teacher_BC / tau).softmax(dim=1)
+            gap_BC = p_BC.log() - (logits_BC / tau).log_softmax(dim=1)
+            taught = tau**2 * (p_BC * gap_BC).sum(dim=1).mean()
+        return (1 - alpha) * labelled + alpha * taught
 
     return loss_of
 
@@ -84,19 +84,26 @@ def masked_autoencoder(
 ) -> Loss:
     """He et al. 2022, section 4.1. order_of: patches, the kept ones first."""
 
-    def loss_of(
-        run: Callable[..., Any], pixels: torch.Tensor, sample: Sample
-    ) -> torch.Tensor:
+    def loss_of(run: Run, pixels: torch.Tensor, sample: Sample) -> torch.Tensor:
         order_BL = torch.from_numpy(order_of(sample.positions))
-        predicted_BLP = run(pixels, output="objective", kept_BK=order_BL[:, :kept],
-                            restore_BL=order_BL.argsort(dim=1)).float()  # fmt: skip
+        predicted_BLP = run(
+            pixels,
+            output="objective",
+            kept_BK=order_BL[:, :kept],
+            restore_BL=order_BL.argsort(dim=1),
+        ).float()
+
         patch = pixels.shape[-1] // math.isqrt(order_BL.shape[1])
-        patches_BPL = F.unfold(pixels, patch, stride=patch)  # channel, row, column
-        patches_BLP = patches_BPL.unflatten(1, (3, -1)).permute(0, 3, 2, 1).flatten(2)
-        mean = patches_BLP.mean(dim=2, keepdim=True)
-        deviation = (patches_BLP.var(dim=2, keepdim=True) + 1e-6).sqrt()
-        target_BLP = (patches_BLP - mean) / deviation if normalized else patches_BLP
+        target_BPL = F.unfold(pixels, patch, stride=patch)  # channel, row, column
+        # The authors' patchify: row, column, channel.
+        target_BLP = target_BPL.unflatten(1, (3, -1)).permute(0, 3, 2, 1).flatten(2)
+        if normalized:
+            mean = target_BLP.mean(dim=2, keepdim=True)
+            # Of a sample: torch's var divides by P - 1, as the authors' code does.
+            variance = target_BLP.var(dim=2, keepdim=True)
+            target_BLP = (target_BLP - mean) / (variance + 1e-6).sqrt()
         error_BL = ((predicted_BLP - target_BLP) ** 2).mean(dim=2)
+        # Of the patches that the encoder did not see.
         return error_BL.gather(1, order_BL[:, kept:]).mean()
 
     return loss_of
@@ -107,18 +114,18 @@ def masked_patches(
 ) -> Loss:
     """Dosovitskiy et al. 2021, appendix B.1.2: the 3-bit mean colour of each corrupted patch."""
 
-    def loss_of(
-        run: Callable[..., Any], pixels: torch.Tensor, sample: Sample
-    ) -> torch.Tensor:
+    def loss_of(run: Run, pixels: torch.Tensor, sample: Sample) -> torch.Tensor:
         inputs = corruption_of(sample.positions)
         logits_BKC = run(pixels, output="objective", **inputs).float()
-        patch = sample.images.shape[-1] // math.isqrt(inputs["sources_BN"].shape[1])
+        num_patches = inputs["sources_BN"].shape[1]
+        patch = sample.images.shape[-1] // math.isqrt(num_patches)
 
-        # [B, 3, L].
-        means = F.avg_pool2d(sample.images.double() / 255, patch).flatten(2)
-        level_B3L = (means * 8 + 1e-9).floor().clamp(max=7).long()
-        color_BL = level_B3L[:, 0] * 64 + level_B3L[:, 1] * 8 + level_B3L[:, 2]
-        return F.cross_entropy(logits_BKC.flatten(0, 1),
-                               color_BL.gather(1, inputs["predicted_BK"]).flatten())  # fmt: skip
+        mean_B3L = F.avg_pool2d(sample.images.double() / 255, patch).flatten(2)
+        # A mean that is exactly on a border belongs to the upper level, however it was rounded.
+        level_B3L = (mean_B3L * 8 + 1e-9).floor().clamp(max=7).long()
+        red_BL, green_BL, blue_BL = level_B3L.unbind(dim=1)
+        color_BL = red_BL * 64 + green_BL * 8 + blue_BL
+        color_BK = color_BL.gather(1, inputs["predicted_BK"])
+        return F.cross_entropy(logits_BKC.flatten(0, 1), color_BK.flatten())
 
     return loss_of

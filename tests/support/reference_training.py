@@ -27,6 +27,8 @@ TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
+    """What the optimiser is given: defaults are those of the tests, not of the product."""
+
     optimizer: str = "adamw"
     peak: float = 1e-3
     curve: str = "cosine"
@@ -74,6 +76,11 @@ class Result:
     average: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def normalized(images: torch.Tensor) -> torch.Tensor:
+    """uint8 to fp32 in [-1, 1], as ViT's own preprocessing."""
+    return (images.float() / 255 - 0.5) / 0.5
+
+
 def train(
     model: nn.Module,
     loss_of: Loss,
@@ -89,6 +96,7 @@ def train(
     spoil: makes the loss of a micro-batch of a rank, or its gradient, not finite.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    # fp64, so that only what the recipe rounds is rounded.
     masters = {name: parameter.detach().double() for name, parameter in trained.items()}
     states = {name: {} for name in masters}
     result = Result(average={name: value.clone() for name, value in masters.items()})
@@ -98,37 +106,46 @@ def train(
         _set_weights(model, trained, masters, machine)
         losses = []
         sums = {}
+        # A contract: the ranks take turns within a micro-batch, so any layout sees one order.
         for micro, rank in product(range(machine.accumulation), range(machine.ranks)):
             first = step * global_batch + (micro * machine.ranks + rank) * size
             positions = np.arange(first, first + size)
             _seed(recipe.drop_seed, step, micro, rank)
             sample = Sample(*samples(positions), positions)
-            pixels = (sample.images.float() / 255 - 0.5) / 0.5
-            loss = spoil(loss_of(run, pixels, sample), step, micro, rank)
+            loss = loss_of(run, normalized(sample.images), sample)
+            loss = spoil(loss, step, micro, rank)
             losses.append(loss.item())
             gradients = torch.autograd.grad(
-                loss / machine.accumulation, trained.values(), materialize_grads=True
+                loss / machine.accumulation,
+                trained.values(),
+                # Of a parameter that the loss does not use the gradient is 0, not None.
+                materialize_grads=True,
             )
             sums[micro, rank] = dict(zip(trained, gradients, strict=True))
 
         means = {name: _mean(sums, name, machine) for name in masters}
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in means.values()))
+        squares = [float(mean.double().square().sum()) for mean in means.values()]
+        norm = math.sqrt(sum(squares))
+        # The gradient of a loss that is not finite may be: the update is skipped all the same.
         if not all(map(math.isfinite, losses)):
             norm = math.nan
         result.losses.append(sum(losses) / len(losses))
         result.norms.append(norm)
         if math.isfinite(norm):
+            # As torch.nn.utils.clip_grad_norm_, which has this constant, too.
             shrink = min(1.0, recipe.clip / (norm + 1e-6))
-            for name, gradient in means.items():
+            for name, mean in means.items():
+                gradient = mean.double() * shrink
                 masters[name] = _updated(
                     name,
                     masters[name],
-                    gradient.double() * shrink,
+                    gradient,
                     states[name],
                     step,
                     recipe,
                 )
 
+        # After a skipped update, too. Its warm-up is that of TensorFlow's moving average.
         if recipe.average is not None:
             kept = min(recipe.average, (2 + step) / (11 + step))
             for name, value in masters.items():
@@ -152,7 +169,9 @@ def _prepared(model: nn.Module, machine: Machine) -> Callable[..., Any]:
                 stack.enter_context(torch.autocast("cpu", torch.bfloat16))
             if machine.in_bf16 and machine.stage == 3:
                 stack.enter_context(patch.object(F, "linear", _rounded_before_bias))
-            return model(pixels.bfloat16() if rounds_weights else pixels, **options)
+            if rounds_weights:
+                pixels = pixels.bfloat16()
+            return model(pixels, **options)
 
     return run
 
@@ -162,7 +181,10 @@ def _rounded_before_bias(
 ) -> torch.Tensor:
     """A layer at stage 3, whose kernel frees the weights: DeepSpeed's runtime/zero/linear.py."""
     product = x.matmul(weight.t())
-    return product if bias is None else product + bias
+    # torch's own kernel adds the bias in fp32, before it rounds.
+    if bias is not None:
+        product = product + bias
+    return product
 
 
 @torch.no_grad()
@@ -172,44 +194,46 @@ def _set_weights(model: nn.Module, trained, masters, machine: Machine) -> None:
         parameter.copy_(masters[name].float())
     if machine.in_bf16 and machine.stage > 0:
         for prefix, module in model.named_modules():
+            # The classifier alone has this attribute.
             if hasattr(module, "remainders"):
-                module.remainders = {
-                    name: (
-                        masters[f"{prefix}.{name}"].float() - rounded.float()
-                    ).bfloat16()
-                    for name, rounded in module.named_parameters(recurse=False)
-                }
+                # A new one: until then all models share an empty one.
+                module.remainders = {}
+                for name, rounded in module.named_parameters(recurse=False):
+                    lost = masters[f"{prefix}.{name}"].float() - rounded.float()
+                    module.remainders[name] = lost.bfloat16()
 
 
 def _mean(sums, name: str, machine: Machine) -> torch.Tensor:
     """Sum over micro-batches in fp32, mean over ranks; sums[micro, rank] are gradients."""
     micros = range(machine.accumulation)
     ranks = range(machine.ranks)
-    is_rounded = (
-        machine.in_bf16
-        and machine.stage > 0
-        and machine.sent_in_bf16
-        and len(ranks) > 1
-    )
-    sent_as = torch.bfloat16 if is_rounded else torch.float32
+    sent_as = torch.float32
+    # One rank sends nothing, and stage 0 keeps fp32 gradients.
+    if machine.in_bf16 and machine.stage > 0 and machine.ranks > 1:
+        if machine.sent_in_bf16:
+            sent_as = torch.bfloat16
 
     def over_ranks(values: list[torch.Tensor]) -> torch.Tensor:
+        # Divided before the sum, which then cannot overflow; every addition rounds.
         parts = [(value.float() / len(ranks)).to(sent_as) for value in values]
         return sum(parts[1:], parts[0]).float()
 
     # Stages 2 and 3 send every micro-batch, the others the sum of all.
     if machine.stage >= 2:
-        means = (
-            over_ranks([sums[micro, rank][name] for rank in ranks]) for micro in micros
-        )
-        return sum(means, torch.zeros(()))
-    return over_ranks(
-        [sum(sums[micro, rank][name].float() for micro in micros) for rank in ranks]
-    )
+        total = torch.zeros(())
+        for micro in micros:
+            total = total + over_ranks([sums[micro, rank][name] for rank in ranks])
+        return total
+    of_ranks = []
+    for rank in ranks:
+        of_ranks.append(sum(sums[micro, rank][name].float() for micro in micros))
+    return over_ranks(of_ranks)
 
 
 def _seed(*position: int) -> None:
+    """Seed torch as the product does (a contract): dropout is a function of the position."""
     digest = hashlib.sha256(repr(("step", *position)).encode()).digest()
+    # 63 bits, since torch's seeds have a sign.
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
@@ -229,7 +253,9 @@ def _layers_above(name: str, depth: int) -> int:
     """BEiT and MAE: 0 for head and last norm, depth + 1 for patches, positions and tokens."""
     if name.startswith("blocks."):
         return depth - int(name.split(".")[1])
-    return depth + 1 if name.startswith(("patch_embed.", *TOKENS)) else 0
+    if name.startswith(("patch_embed.", *TOKENS)):
+        return depth + 1
+    return 0
 
 
 def _updated(
@@ -243,40 +269,45 @@ def _updated(
     """One step of one tensor, in fp64."""
     scale = recipe.layer_decay ** _layers_above(name, recipe.depth)
     rate = rate_at(step, recipe) * scale
-    is_kernel = w.ndim >= 2 and name.rpartition(".")[2] not in TOKENS
-    decay = recipe.weight_decay if is_kernel else 0.0
-    if (
-        recipe.optimizer == "sgd"
-    ):  # Sutskever et al. 2013, as torch: no dampening, no Nesterov
+    # Biases, norms and learned tokens are not decayed.
+    decay = 0.0
+    if w.ndim >= 2 and name.rpartition(".")[2] not in TOKENS:
+        decay = recipe.weight_decay
+    # Sutskever et al. 2013, as torch: no dampening, no Nesterov.
+    if recipe.optimizer == "sgd":
         g = g + decay * w
-        state["v"] = g if "v" not in state else 0.9 * state["v"] + g
+        state["v"] = 0.9 * state.get("v", 0.0) + g
         return w - rate * state["v"]
 
     # Kingma & Ba 2015, algorithm 1.
     b1 = 0.9
     b2 = 0.999
-    state["t"] = t = state.get("t", 0) + 1
-    if (
-        recipe.optimizer == "adamw bf16 momentum"
-    ):  # optax, mu_dtype=bfloat16: product in bf16
-        kept = (
-            torch.tensor(b1).bfloat16() * state.get("m", torch.zeros(())).bfloat16()
-        ).double()
-        m = kept + (1 - b1) * g
+    t = state.get("t", 0) + 1
+    state["t"] = t
+    # optax, mu_dtype=bfloat16: the product is in bf16, the sum is not.
+    if recipe.optimizer == "adamw bf16 momentum":
+        old = state.get("m", torch.zeros(()))
+        kept = torch.tensor(b1).bfloat16() * old.bfloat16()
+        m = kept.double() + (1 - b1) * g
         state["m"] = m.bfloat16()
     else:
-        state["m"] = m = b1 * state.get("m", 0.0) + (1 - b1) * g
+        m = b1 * state.get("m", 0.0) + (1 - b1) * g
+        state["m"] = m
     state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * g * g
-    direction = m / (1 - b1**t) / ((state["v"] / (1 - b2**t)).sqrt() + recipe.eps)
-    if (
-        recipe.optimizer == "lamb"
-    ):  # You et al. 2020, algorithm 2; undecayed tensors as in apex
+    denominator = (state["v"] / (1 - b2**t)).sqrt() + recipe.eps
+    direction = m / (1 - b1**t) / denominator
+    # You et al. 2020, algorithm 2; undecayed tensors as in apex.
+    if recipe.optimizer == "lamb":
         direction = direction + decay * w
         size = w.norm()
         change = direction.norm()
-        ratio = size / change if decay and size > 0 and change > 0 else 1.0
+        ratio = 1.0
+        if decay and size > 0 and change > 0:
+            ratio = size / change
         return w - rate * ratio * direction
 
     # Loshchilov & Hutter 2019, algorithm 2; independent: times the schedule alone (big_vision).
-    factor = rate / (recipe.peak * scale) if recipe.is_independent else rate
+    factor = rate
+    if recipe.is_independent:
+        factor = rate / (recipe.peak * scale)
     return w - rate * direction - factor * decay * w

@@ -4,7 +4,6 @@ Everything is drawn from fixed seeds and computed by one thread, so a run gives 
 each time.
 """
 
-import io
 import json
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import numpy as np
 import yaml
 from PIL import Image
 
+from tests.support.corpora.image_samples import encoded
 from tests.support.golden import FOLDER
 from tests.support.ranks.fault_runs import wait_all, wait_and_end_others
 from tests.support.ranks.warm_ranks import WarmStarter
@@ -40,6 +40,7 @@ TINY = yaml.safe_load(
     tracking: {{uri: null, log_every_steps: 1}}
     """
 )
+# Fine-tuning in the papers uses SGD; so both optimisers are in some run.
 SGD = {"optim": {"name": "sgd", "lr": 1e-3, "clip_norm": 1.0}}
 TRAININGS = {
     "pretrain/main.py": TINY | {"stage": "pretrain"},
@@ -74,31 +75,39 @@ def run(
     if script in TRAININGS:
         (folder / "tiny.yaml").write_text(yaml.safe_dump(TRAININGS[script]))
         command += ["--config", folder / "tiny.yaml", f"output={folder / 'run'}"]
-    own = [
-        {
-            "VITSCALE_FAULTS": json.dumps((faults or {}).get(rank, [])),
+    own_environment = []
+    for rank in range(num_ranks):
+        faults_of_rank = (faults or {}).get(rank, [])
+        variables = {
+            "VITSCALE_FAULTS": json.dumps(faults_of_rank),
             "VITSCALE_MUTANT": "",
         }
-        for rank in range(num_ranks)
-    ]
+        own_environment.append(variables)
     ranks = starter.start(
-        [*command, *arguments], num_ranks=num_ranks, folder=folder, own_environment=own
+        [*command, *arguments],
+        num_ranks=num_ranks,
+        folder=folder,
+        own_environment=own_environment,
     )
-    codes = wait_and_end_others(ranks, grace_s=10) if faults else wait_all(ranks)
+    # A rank that waits for a lost one must notice it by itself, in these 10 s.
+    if faults:
+        codes = wait_and_end_others(ranks, grace_s=10)
+    else:
+        codes = wait_all(ranks)
+    # A fault that was never reached would let a test of it pass.
     assert any(codes) == bool(faults), (codes, ranks[0].output())
     return ranks[0].output()
 
 
 def journal(folder: Path, *names: str) -> dict[str, list[float]]:
     """The values of each step in the journal of a run folder, by metric; null: without them."""
+    # A step that was trained twice counts once, by its last row, as for every reader.
     rows = {}
     for line in (folder / "journal.jsonl").read_text().splitlines():
         row = json.loads(line)
         rows.setdefault(row["step"], {}).update(row)
-    return {
-        name: [rows[step][name] for step in sorted(rows) if name in rows[step]]
-        for name in names
-    }
+    in_order = [rows[step] for step in sorted(rows)]
+    return {name: [row[name] for row in in_order if name in row] for name in names}
 
 
 def make_shards(folder: Path, *, images: Path, per_class: int, seed: int) -> None:
@@ -107,26 +116,32 @@ def make_shards(folder: Path, *, images: Path, per_class: int, seed: int) -> Non
     images: an empty folder for the photographs.
     """
     for number in range(per_class * len(CLASSES)):
-        path = images / CLASSES[number % len(CLASSES)] / f"{number:03d}.jpg"
+        label = number % len(CLASSES)
+        path = images / CLASSES[label] / f"{number:03d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(_photograph(seed + number, colour=number % len(CLASSES)))
-    command = ["data_prep/make_shards.py", "--config", "configs/data/image_folder.yaml"]
-    command += [
+        path.write_bytes(_photograph(seed + number, colour=label))
+    command = [
+        sys.executable,
+        "data_prep/make_shards.py",
+        "--config",
+        "configs/data/image_folder.yaml",
         f"source.path={images}",
         f"output={folder}",
+        # A val split, and more than one tar for the order to go through.
         "source.holdout_fraction=0.2",
+        "shards.min_shards=2",
     ]
-    command += ["shards.min_shards=2"]
-    subprocess.run([sys.executable, *command], check=True, cwd=ROOT)
+    subprocess.run(command, check=True, cwd=ROOT)
 
 
 def _photograph(seed: int, *, colour: int) -> bytes:
     random = np.random.default_rng(seed)
-    small = random.integers(0, 180, (4, 5, 3), dtype=np.uint8)
-    small[..., colour] += 60
+    pixels = random.integers(0, 180, (4, 5, 3), dtype=np.uint8)
+    # Each class is brighter in a channel of its own, so 20 steps can learn something.
+    pixels[..., colour] += 60
+    # Sizes and shapes in turn: a crop of them depends on all of its arguments.
     width = 14 + seed % 7
     height = 12 + seed % 4
-    image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
-    file = io.BytesIO()
-    image.save(file, format="JPEG", quality=85)
-    return file.getvalue()
+    small = Image.fromarray(pixels)
+    image = small.resize((width, height), Image.Resampling.BICUBIC)
+    return encoded(image, "JPEG", quality=85)

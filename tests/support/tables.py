@@ -26,8 +26,12 @@ def lines(text: str) -> pytest.MarkDecorator:
 
     The first line names the arguments; spaces around "|" and empty lines do not count.
     """
-    table = [line for line in text.splitlines() if line and not line.startswith("#")]
-    names, *cases = ([cell.strip() for cell in line.split("|")] for line in table)
+    table = []
+    for line in text.splitlines():
+        # A line that starts with # says what the cases below it stand for.
+        if line and not line.startswith("#"):
+            table.append([cell.strip() for cell in line.split("|")])
+    names, *cases = table
     return pytest.mark.parametrize(names, cases)
 
 
@@ -36,16 +40,17 @@ def every(**values: str | Iterable[Any]) -> pytest.MarkDecorator:
 
     values: per argument a list, or the text of one: YAML without its brackets.
     """
-    choices = {
-        name: yaml.safe_load(f"[{given}]") if isinstance(given, str) else given
-        for name, given in values.items()
-    }
+    choices = {}
+    for name, given in values.items():
+        if isinstance(given, str):
+            given = yaml.safe_load(f"[{given}]")
+        choices[name] = given
     if len(choices) == 1:
         # Not as tuples of one: its cases may be pytest.param.
         return pytest.mark.parametrize(*choices.popitem())
-    return pytest.mark.parametrize(
-        list(choices), list(itertools.product(*choices.values()))
-    )
+    # A list, since a mark that two tests share is read twice.
+    combinations = list(itertools.product(*choices.values()))
+    return pytest.mark.parametrize(list(choices), combinations)
 
 
 def words(**values: str) -> pytest.MarkDecorator:

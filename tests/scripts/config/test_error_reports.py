@@ -20,6 +20,7 @@ STAGES = {
     "pretrain": PretrainRun,
     "finetune": FinetuneRun,
 }
+# The least that can run: every fault below is the only one of its file, or meant to meet others.
 VALID = """\
 stage: pretrain
 name: demo
@@ -33,27 +34,34 @@ schedule:
 """
 FILES = {
     "a.yaml": VALID,
+    # Wrong values, a name with a typing error, an emptied base value: all in one report.
     "many.yaml": "base: a.yaml\noptim:\n  lr: fast\nmodel:\n  num_classes: x\n"
     "seeed: 1\ndata: {path: null}\nschedule: {final_lr: .inf}\n",
+    # Faults of the keys themselves: given twice, missing, with a dot, in conflict.
     "twice.yaml": "base: a.yaml\noptim:\n  lr: fast\n  lr: 3\n",
     "missing.yaml": "stage: pretrain\ndata:\n  global_batch: 64\nmodel: {preset: B/16}\n"
     "optim: {lr: 1e-3}\nschedule: {epochs: 1}\n",
     "dotted.yaml": VALID + "checkpoint.keep: 1\n",
     "conflict.yaml": VALID + "  steps: 10\n",
+    # The stage decides which keys there are; without it no other key can be judged.
     "stage.yaml": VALID.replace("pretrain", "pretraining"),
     "no_stage.yaml": VALID.replace("stage: pretrain\n", "") + "unknown: 1\n",
     "tune.yaml": VALID.replace("pretrain", "finetune"),
+    # What is no YAML, and bases that lead nowhere.
     "broken.yaml": "stage: pretrain\ndata: {path: [1\nname: x\n",
     "tab.yaml": "stage: pretrain\n\tname: x\n",
     "lost.yaml": "base: nowhere.yaml\nname: x\n",
     "circle.yaml": "base: circle.yaml\nname: x\n",
+    # A section whose `name` decides its keys, over one of another name; and other models, stages.
     "choice/child.yaml": "base: parent.yaml\nobjective: {name: mae, label_smoothing: 0.2}\n",
     "choice/parent.yaml": VALID
     + "objective:\n  label_smoothing: 0.1\n  smoothing: 0.1\n",
     "timm.yaml": VALID.replace("{preset: B/16}", "{name: timm, model: test_vit}"),
     "data.yaml": "stage: data_prep\noutput: out\nsource:\n  path: images\n",
 }
-# A file, and the overrides of one command, as they are typed.
+# A file, and the overrides of one command, as they are typed: first types and spelling of single
+# values, then the files above, then combinations by section (data, optim, schedule, model,
+# objective, launch), where each value alone is allowed.
 COMMANDS = r"""
 a.yaml optim.lr=fast
 a.yaml optim.lr=-1 engine.zero_stage=4 seed=-1
@@ -180,13 +188,14 @@ engine.zero_stage=2 \
 
 
 def words_of(commands: str) -> list[list[str]]:
-    return [
-        shlex.split(line) for line in commands.replace("\\\n", "").strip().splitlines()
-    ]
+    """The words of each line, as a shell gives them to a command."""
+    lines = commands.replace("\\\n", "").strip().splitlines()
+    return [shlex.split(line) for line in lines]
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
+    # Reports name files as they were given: with relative paths they are the same everywhere.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "choice").mkdir()
     for name, text in FILES.items():
@@ -201,9 +210,9 @@ def report(path: str, *overrides: str) -> str:
 
 
 def test_every_report_reads_as_it_did(here, golden: Golden):
-    blocks = [
-        f"$ {' '.join(command)}\n{report(*command)}\n" for command in words_of(COMMANDS)
-    ]
+    blocks = []
+    for command in words_of(COMMANDS):
+        blocks.append(f"$ {' '.join(command)}\n{report(*command)}\n")
     golden.text("config_errors.txt", "\n".join(blocks))
 
 
@@ -213,31 +222,37 @@ def test_near_combinations_are_accepted(here, overrides):
 
 
 def test_a_script_prints_the_whole_report(here):
+    # All faults of file and command line, not only the first one.
     command = ("many.yaml", "oops", "engine.precision=fp8")
     done = script("pretrain/main.py", "--config", *command)
     assert done.returncode == 2
     assert report(*command) in done.stderr, done.stderr
+
+    # An option that argparse would refuse in words of its own.
     done = script("launch/local.py", "--config", "a.yaml", "--num-procs", "two")
-    assert (
-        done.stderr
-        == "error:\n--num-procs: 'two' is not allowed\n  allowed: 1, 2, ...\n"
-    )
+    expected = "error:\n--num-procs: 'two' is not allowed\n  allowed: 1, 2, ...\n"
+    assert done.stderr == expected
 
 
 def test_a_printed_configuration_is_the_run(here):
-    first = script(
-        "pretrain/main.py", "--config", "a.yaml", "optim.lr=2e-3", "--print-config"
-    )
-    (here / "again.yaml").write_text(first.stdout)
-    second = script("pretrain/main.py", "--config", "again.yaml", "--print-config")
-    lines = [line.split("#")[0].rstrip() for line in first.stdout.splitlines()]
-    assert [line.split("#")[0].rstrip() for line in second.stdout.splitlines()] == lines
-    sources = {
-        line.strip().partition(":")[0]: line for line in first.stdout.splitlines()
-    }
-    assert sources["lr"].split("# ")[1] == "command line"
-    assert sources["global_batch"].split("# ")[1] == "a.yaml:5"
-    assert sources["every_steps"].split("# ")[1] == "default"
+    show = ("pretrain/main.py", "--print-config", "--config")
+    first = script(*show, "a.yaml", "optim.lr=2e-3").stdout
+    (here / "again.yaml").write_text(first)
+    second = script(*show, "again.yaml").stdout
+    assert values_of(first) == values_of(second)
+
+    # Its comments say where each value comes from; that differs, of course, the second time.
+    sources = {}
+    for line in first.splitlines():
+        key = line.strip().partition(":")[0]
+        sources[key] = line.partition("# ")[2]
+    assert sources["lr"] == "command line"
+    assert sources["global_batch"] == "a.yaml:5"
+    assert sources["every_steps"] == "default"
+
+
+def values_of(printed: str) -> list[str]:
+    return [line.partition("#")[0].rstrip() for line in printed.splitlines()]
 
 
 def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -19,6 +19,7 @@ from tests.support.corpora.image_corpus import run_script
 from tests.support.golden import FOLDER, Golden
 from tests.support.tables import Values, every
 
+# Without splits of its own: the held-out part, and the places in two tars, come from the seed.
 HELD_OUT = ("source.splits={}", "source.holdout_fraction=0.3", "shards.min_shards=2")
 IMAGES = FOLDER / "images"
 
@@ -26,57 +27,60 @@ IMAGES = FOLDER / "images"
 def images(split: str) -> list[Path]:
     """Paths as CLASS/NAME below IMAGES."""
     paths = sorted(path.relative_to(IMAGES) for path in IMAGES.glob("*/*"))
-    return paths if split == "train" else paths[::2]
+    if split == "test":
+        return paths[::2]
+    return paths
 
 
 def image_folder(root: Path) -> None:
     for split in ("train", "test"):
         for path in images(split):
-            (root / split / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(IMAGES / path, root / split / path)
+            copy = root / split / path
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(IMAGES / path, copy)
 
 
 def class_tars(root: Path) -> None:
     """A folder of tars for train, one tar of them for test."""
     for split in ("train", "test"):
-        tars = {
-            f"{name}.tar": {
-                path.name: (IMAGES / path).read_bytes()
-                for path in images(split)
-                if path.parent.name == name
-            }
-            for name in ("cat", "dog")
-        }
+        tars = {"cat.tar": {}, "dog.tar": {}}
+        for path in images(split):
+            content = (IMAGES / path).read_bytes()
+            tars[f"{path.parent}.tar"][path.name] = content
         if split == "train":
             write_tars(root / split, tars)
         else:
-            write_tars(
-                root, {"test.tar": {name: tar_bytes(tar) for name, tar in tars.items()}}
-            )
+            # As ImageNet-21k is handed out: one tar, of which each member is the tar of a class.
+            packed = {name: tar_bytes(members) for name, members in tars.items()}
+            write_tars(root, {"test.tar": packed})
 
 
 def webdataset_tars(root: Path) -> None:
-    for split, number in (("train", 0), ("train", 1), ("test", 0)):
+    # Two tars for train, so that a range of names has something to expand to.
+    tars = {
+        "train-0.tar": images("train")[::2],
+        "train-1.tar": images("train")[1::2],
+        "test-0.tar": images("test"),
+    }
+    for name, paths in tars.items():
         members = {}
-        for path in images(split)[number :: 2 if split == "train" else 1]:
-            members[f"{path.stem}{path.suffix}"] = (IMAGES / path).read_bytes()
+        for path in paths:
+            members[path.name] = (IMAGES / path).read_bytes()
             members[f"{path.stem}.cls"] = path.parent.name.encode()
-        write_tars(root, {f"{split}-{number}.tar": members})
+        write_tars(root, {name: members})
 
 
 def parquet(root: Path) -> None:
     root.mkdir()
     for split in ("train", "test"):
-        rows = [
-            {
-                "image": {"bytes": (IMAGES / path).read_bytes(), "path": path.name},
-                "label": path.parent.name,
-            }
-            for path in images(split)
-        ]
-        pq.write_table(
-            pa.Table.from_pylist(rows), root / f"{split}.parquet", row_group_size=3
-        )
+        rows = []
+        for path in images(split):
+            # As Hugging Face's `datasets` stores an image.
+            image = {"bytes": (IMAGES / path).read_bytes(), "path": path.name}
+            rows.append({"image": image, "label": path.parent.name})
+        table = pa.Table.from_pylist(rows)
+        # Several row groups, of which the last one is shorter.
+        pq.write_table(table, root / f"{split}.parquet", row_group_size=3)
 
 
 def path_table(root: Path) -> None:
@@ -98,36 +102,44 @@ KINDS = {
 
 
 def make_shards(source: Path, output: Path, *settings: str) -> None:
-    common = (
+    image_corpus.make_shards(
+        source,
+        output,
         "source.holdout_fraction=0.0",
+        # Of so few images the bad ones would be too many.
         "images.max_bad_fraction=1.0",
+        # Who does a part of the work must not be seen in the result.
         "num_workers=2",
+        *settings,
     )
-    image_corpus.make_shards(source, output, *common, *settings)
 
 
 def contents(folder: Path) -> Values:
     """What must not change: tars, fingerprints, index and the outcome of every input."""
     manifest = json.loads((folder / "manifest.json").read_text())
+    tars = {}
+    for path in folder.glob("*.tar"):
+        tars[path.name] = blake3(path.read_bytes()).hexdigest()
+    splits = {}
+    for name, entry in manifest["splits"].items():
+        splits[name] = entry["fingerprint"]
+
+    index = []
+    for row in pq.read_table(folder / "index.parquet").to_pylist():
+        # The tars' hashes hold those of the images, which are long.
+        del row["blake3"]
+        index.append([str(value) for value in row.values()])
+
+    # Sorted: the order of a ledger's rows is no promise.
     ledger = pq.read_table(folder / "ledger.parquet").to_pylist()
-    index = pq.read_table(folder / "index.parquet").to_pylist()
-    outcomes = [
-        [row[name] for name in "split path status reason".split()] for row in ledger
-    ]
+    columns = ("split", "path", "status", "reason")
+    outcomes = [[row[name] for name in columns] for row in ledger]
     return {
-        "tars": {
-            path.name: blake3(path.read_bytes()).hexdigest()
-            for path in folder.glob("*.tar")
-        },
+        "tars": tars,
         "fingerprint": manifest["fingerprint"],
-        "splits": {
-            name: entry["fingerprint"] for name, entry in manifest["splits"].items()
-        },
+        "splits": splits,
         "classes": manifest["classes"],
-        "index": [
-            [str(value) for name, value in row.items() if name != "blake3"]
-            for row in index
-        ],
+        "index": index,
         "ledger": sorted(outcomes, key=lambda row: row[:2]),
         "keys": sorted(row["key"] for row in ledger if row["key"]),
     }

@@ -13,7 +13,6 @@ import pytest
 import webdataset
 
 from tests.support.corpora.image_corpus import (
-    REPOSITORY,
     command,
     contents,
     corpus,
@@ -23,7 +22,7 @@ from tests.support.corpora.image_corpus import (
 )
 from tests.support.corpora.image_samples import png
 from tests.support.corpora.shard_folders import photo
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, ROOT
 from vitscale.data.index import read_manifest
 
 
@@ -39,43 +38,46 @@ def made(tmp_path_factory) -> tuple[Path, Path, str]:
 def test_order_of_creation_does_not_change_the_shards(made, tmp_path):
     _, shards, _ = made
     other = corpus(tmp_path / "elsewhere", order_seed=5)
-    command_line = command(other, tmp_path / "again", "shards.min_shards=2")
-    one_core = (
-        f"import os, sys; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}}); "
+    # On one core, so with another number of workers, too.
+    core = min(os.sched_getaffinity(0))
+    words = command(other, tmp_path / "again", "shards.min_shards=2")
+    code = (
+        f"import os, sys; os.sched_setaffinity(0, {{{core}}}); "
+        f"os.execv(sys.executable, {words!r})"
     )
-    code = one_core + f"os.execv(sys.executable, {command_line!r})"
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True
-    )
-    made_again = contents(tmp_path / "again")
-    made_first = contents(shards)
-    manifests = [
-        json.loads(each.pop("manifest.json")) for each in (made_again, made_first)
-    ]
-    assert made_again == made_first
-    assert manifests[0].pop("source_path") == str(other)
-    assert manifests[1].pop("source_path") != str(other)
-    assert manifests[0] == manifests[1]
+    on_one_core = [sys.executable, "-c", code]
+    subprocess.run(on_one_core, cwd=ROOT, check=True, capture_output=True)
+
+    # All files are equal byte by byte; only the manifest names the source, which is another folder.
+    again = contents(tmp_path / "again")
+    first = contents(shards)
+    again_manifest = json.loads(again.pop("manifest.json"))
+    first_manifest = json.loads(first.pop("manifest.json"))
+    assert again == first
+    assert again_manifest.pop("source_path") == str(other)
+    assert first_manifest.pop("source_path") != str(other)
+    assert again_manifest == first_manifest
 
 
 def test_concurrent_commands_share_the_work(made, tmp_path):
     source, shards, _ = made
-    running = [
-        subprocess.Popen(
-            command(
-                source, tmp_path / "shared", "shards.min_shards=2", "launch.num_tasks=3"
-            ),
-            cwd=REPOSITORY,
-            env=os.environ | {"SLURM_ARRAY_TASK_ID": str(task)},
+    shared = tmp_path / "shared"
+    words = command(source, shared, "shards.min_shards=2", "launch.num_tasks=3")
+    # As the tasks of an array of SLURM, on nodes that have the folder in common.
+    tasks = []
+    for number in range(3):
+        task = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=os.environ | {"SLURM_ARRAY_TASK_ID": str(number)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for task in range(3)
-    ]
-    texts = [process.communicate(timeout=PATIENCE_S)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0], texts
-    assert contents(tmp_path / "shared") == contents(shards)
+        tasks.append(task)
+    texts = [task.communicate(timeout=PATIENCE_S)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0, 0], texts
+    assert contents(shared) == contents(shards)
 
 
 def test_an_existing_output_is_recognised_or_refused(made, tmp_path):
@@ -87,14 +89,15 @@ def test_an_existing_output_is_recognised_or_refused(made, tmp_path):
     text = make_shards(source, shards, "shards.min_shards=2", "seed=1", rc=2)
     assert "other settings: seed" in text
     assert "next:" in text
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine.txt").write_text("keep")
-    assert "was not made by this script" in make_shards(source, tmp_path / "full", rc=2)
-    assert "(Not a directory)" in make_shards(
-        source, tmp_path / "full/mine.txt/x", rc=74
-    )
+
+    # A folder of somebody else's files, and a path that no folder can have.
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine.txt").write_text("keep")
+    assert "was not made by this script" in make_shards(source, full, rc=2)
+    assert "(Not a directory)" in make_shards(source, full / "mine.txt/x", rc=74)
     assert contents(shards) == before
-    assert contents(tmp_path / "full") == {"mine.txt": b"keep"}
+    assert contents(full) == {"mine.txt": b"keep"}
 
 
 def plant_faults(root: Path) -> dict[str, str | None]:
@@ -103,8 +106,10 @@ def plant_faults(root: Path) -> dict[str, str | None]:
     seeds = iter(range(1000, 2000))
 
     def good(format: str = "JPEG") -> bytes:
+        # Always another image: equal ones would be told of as such.
         return encoded(format, seed=next(seeds))
 
+    # First content that is bad; then names that are odd and good, and names that are not meant.
     files = {
         "zero.jpg": (b"", "empty"),
         "page.jpg": (b"<!DOCTYPE html><html><body>404</body></html>", "not_an_image"),
@@ -124,11 +129,16 @@ def plant_faults(root: Path) -> dict[str, str | None]:
         "notes.txt": (b"x", "other_name"),
     }
     for name, (data, _) in files.items():
-        (cat / name).parent.mkdir(parents=True, exist_ok=True)
-        (cat / name).write_bytes(data)
+        path = cat / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    # A name that is not UTF-8, as from an old archive.
     with open(os.fsencode(cat) + b"/bytes\xff.jpg", "wb") as file:
         file.write(good())
     (root / "loose.jpg").write_bytes(good())
+
+    # Links: to a file outside, which counts; to folders, which could go in circles; to nothing; and
+    # to an image of another class. A pipe would be read for ever.
     secret = root.parent / "secret.jpg"
     secret.write_bytes(good())
     (cat / "outside.jpg").symlink_to(secret)
@@ -153,11 +163,11 @@ def plant_faults(root: Path) -> dict[str, str | None]:
 
 def test_every_planted_fault_is_in_the_ledger_with_its_reason(tmp_path):
     source = corpus(tmp_path / "images")
+    shards = tmp_path / "shards"
     good = {str(path.relative_to(source)): None for path in source.rglob("*.*")}
     expected = good | plant_faults(source)
-    options = ("images.max_bad_fraction=0.5", "source.holdout_fraction=0.0")
-    text = make_shards(source, tmp_path / "shards", *options)
-    rows = ledger(tmp_path / "shards")
+    text = make(source, shards, "images.max_bad_fraction=0.5")
+    rows = ledger(shards)
 
     # A ledger has no control characters.
     expected = {
@@ -166,24 +176,24 @@ def test_every_planted_fault_is_in_the_ledger_with_its_reason(tmp_path):
     assert {path: row["reason"] for path, row in rows.items()} == expected
     kept = {path for path, row in rows.items() if row["status"] == "kept"}
     assert kept == {path for path, reason in expected.items() if reason is None}
-    assert (
-        f"{len(rows)} inputs = {len(kept)} kept + {len(rows) - len(kept)} rejected"
-        in text
-    )
-    index = {
-        r["key"]: r
-        for r in pq.read_table(tmp_path / "shards/index.parquet").to_pylist()
-    }
+    num = len(rows)
+    num_kept = len(kept)
+    assert f"{num} inputs = {num_kept} kept + {num - num_kept} rejected" in text
+
+    # Ledger, index and tar name the same samples; a key that two share would be missing here.
+    table = pq.read_table(shards / "index.parquet").to_pylist()
+    index = {row["key"]: row for row in table}
     assert index.keys() == {rows[path]["key"] for path in kept}
-    assert len(index) == len(kept)
+    assert len(index) == num_kept
+    # By its content: readers choose a decoder by the suffix in the tar.
     assert index[rows["cat/really_png.jpg"]["key"]]["format"] == "png"
-    for row in index.values():
-        tar = (tmp_path / "shards" / row["shard"]).read_bytes()
-        image = tar[row["offset"] : row["offset"] + row["length"]]
+    for row in table:
+        tar = (shards / row["shard"]).read_bytes()
+        start = row["offset"]
+        image = tar[start : start + row["length"]]
         assert blake3.blake3(image).digest() == row["blake3"]
-    stream = webdataset.WebDataset(
-        str(tmp_path / "shards/train-000000.tar"), shardshuffle=False
-    )
+    url = str(shards / "train-000000.tar")
+    stream = webdataset.WebDataset(url, shardshuffle=False)
     assert {sample["__key__"] for sample in stream} == index.keys()
 
 
@@ -193,23 +203,24 @@ def make(source: Path, output: Path, *options: str, rc: int = 0) -> str:
 
 def test_small_classes_leave_and_every_class_holds_out_the_same(tmp_path):
     root = tmp_path / "images"
+    # One with more than it must hold out, one with just enough images to stay, one with too few.
     for name, num in (("cat", 12), ("dog", 3), ("rare", 2)):
         for i in range(num):
             path = root / name / f"{i:02d}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(photo(100 * num + i))
+    shards = tmp_path / "shards"
     options = (
         "source.min_images_per_class=3",
         "source.val_per_class=4",
         "source.holdout_split=val",
     )
-    text = make(root, tmp_path / "shards", *options)
-    rows = ledger(tmp_path / "shards")
-    assert {path for path, row in rows.items() if row["reason"] == "small_class"} == {
-        "rare/00.jpg",
-        "rare/01.jpg",
-    }
-    assert read_manifest(tmp_path / "shards").classes == ("cat", "dog")
+    text = make(root, shards, *options)
+    rows = ledger(shards)
+    small = {path for path, row in rows.items() if row["reason"] == "small_class"}
+    assert small == {"rare/00.jpg", "rare/01.jpg"}
+    # No label is left for it, which a model would have an output for.
+    assert read_manifest(shards).classes == ("cat", "dog")
     assert "17 inputs = 15 kept + 2 rejected" in text
     kept = [row for row in rows.values() if row["status"] == "kept"]
     assert Counter((row["split"], row["class"]) for row in kept) == {
@@ -218,8 +229,9 @@ def test_small_classes_leave_and_every_class_holds_out_the_same(tmp_path):
         ("train", "cat"): 8,
         ("train", "dog"): 1,
     }
+    # Who does a part of the work must not decide what is held out.
     make(root, tmp_path / "again", *options, "num_workers=1")
-    assert contents(tmp_path / "again") == contents(tmp_path / "shards")
+    assert contents(tmp_path / "again") == contents(shards)
 
 
 def test_a_small_corpus_needs_one_start_of_python(tmp_path):
@@ -227,12 +239,14 @@ def test_a_small_corpus_needs_one_start_of_python(tmp_path):
     source = corpus(tmp_path / "images", num=12)
     done = subprocess.run(
         command(source, tmp_path / "shards", "num_workers=2"),
-        cwd=REPOSITORY,
+        cwd=ROOT,
         capture_output=True,
         text=True,
+        # Python then writes a line to stderr for each import, in every process.
         env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"},
     )
     assert done.returncode == 0
     imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
+    # Once: a worker that starts afresh would import it again.
     assert imported.count("numpy") == 1
     assert not {"pandas._libs", "torch._C"} & set(imported)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.corpora.image_corpus import (
-    REPOSITORY,
     command,
     contents,
     corpus,
@@ -18,7 +17,7 @@ from tests.support.corpora.image_corpus import (
 )
 from tests.support.levels import by_level
 from tests.support.tables import every
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, ROOT
 
 
 def started(
@@ -27,12 +26,14 @@ def started(
     """make_shards at work; it has made a file of this name."""
     process = subprocess.Popen(
         command(source, output, *options),
-        cwd=REPOSITORY,
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
         **how,
     )
-    while not list(output.with_name(f".{output.name}.preparing").glob(until)):
+    work = output.with_name(f".{output.name}.preparing")
+    while not [*work.glob(until)]:
+        # One that has finished was too fast to be killed; the test would show nothing.
         assert process.poll() is None
         time.sleep(0.001)
     return process
@@ -40,10 +41,12 @@ def started(
 
 def kill(process: subprocess.Popen[str], folder: Path) -> None:
     """Kill a task, and let its heartbeats grow as old as they would in a minute."""
+    # With its workers, which would otherwise finish what they have begun.
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+    a_minute_ago = time.time() - 61
     for heartbeat in folder.glob("tmp/*/alive"):
-        os.utime(heartbeat, (time.time() - 61, time.time() - 61))
+        os.utime(heartbeat, (a_minute_ago, a_minute_ago))
 
 
 @pytest.mark.slow
@@ -56,25 +59,33 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
     finished = set()
 
     # Killed once in each phase: after it made its first file. What it made stays as it is.
-    for made in ("list/*.arrow", "rows.arrow", "tars/*.arrow"):
-        kill(
-            started(source, half, many_shards, until=made, start_new_session=True),
-            folder,
+    for first_file in ("list/*.arrow", "rows.arrow", "tars/*.arrow"):
+        process = started(
+            source,
+            half,
+            many_shards,
+            until=first_file,
+            start_new_session=True,
         )
+        kill(process, folder)
         assert folder.exists()
+        # What has this name is whole.
         assert not half.exists()
-        found = (folder.glob(f"{each}*.arrow") for each in ("", "list/", "tars/"))
-        results = {path for paths in found for path in paths}
+        results = set()
+        for pattern in ("*.arrow", "list/*.arrow", "tars/*.arrow"):
+            results |= {*folder.glob(pattern)}
         assert results >= finished
         finished = results
-    times = {path: path.stat().st_mtime_ns for path in (folder / "tars").glob("*.tar")}
-    done = {path for path in times if path.with_suffix(".arrow") in finished}
-    assert done
+
+    # A tar whose rows are written is done: it must be taken over, not written a second time.
+    times = {}
+    for path in (folder / "tars").glob("*.tar"):
+        if path.with_suffix(".arrow") in finished:
+            times[path.name] = path.stat().st_mtime_ns
+    assert times
     make_shards(source, half, many_shards)
     assert contents(half) == contents(tmp_path / "whole")
-    assert {(half / path.name).stat().st_mtime_ns for path in done} == {
-        times[p] for p in done
-    }
+    assert {name: (half / name).stat().st_mtime_ns for name in times} == times
     assert not folder.exists()
 
 
@@ -82,7 +93,8 @@ def test_a_stop_signal_ends_it_with_the_code_for_going_on(tmp_path):
     source = corpus(tmp_path / "images", num=100, side=96)
     process = started(source, tmp_path / "shards")
     process.send_signal(signal.SIGTERM)
-    text = process.communicate(timeout=PATIENCE_S)[0]
+    text, _ = process.communicate(timeout=PATIENCE_S)
+    # By this code a job is requeued.
     assert process.returncode == 75
     assert "run the same command again" in text
     make_shards(source, tmp_path / "shards")
@@ -92,94 +104,112 @@ def test_work_begun_with_other_settings_is_not_gone_on_with(tmp_path):
     source = corpus(tmp_path / "images")
     folder = tmp_path / ".shards.preparing"
     folder.mkdir()
-    (folder / "settings.json").write_text("{}")
+    settings = folder / "settings.json"
+    settings.write_text("{}")
     text = make_shards(source, tmp_path / "shards", rc=2)
     assert "was begun with other settings" in text
     assert "next:" in text
-    assert (folder / "settings.json").read_text() == "{}"
+    # It may be days of work, which only its owner may throw away.
+    assert settings.read_text() == "{}"
 
 
 @every(change=by_level(["content", "removed"], fast=["content"], slow=["removed"]))
 def test_a_source_that_changes_meanwhile_is_refused(change, tmp_path):
     source = corpus(tmp_path / "images", num=100, side=96)
-    process = started(source, tmp_path / "shards", start_new_session=True)
+    shards = tmp_path / "shards"
+    process = started(source, shards, start_new_session=True)
     kill(process, tmp_path / ".shards.preparing")
     victim = source / "cat" / "003.jpg"
     if change == "content":
+        # Of the same size, so only the content or the time can tell.
         victim.write_bytes(victim.read_bytes()[:-1] + b"x")
     else:
         victim.unlink()
-    text = make_shards(source, tmp_path / "shards", rc=2)
+    text = make_shards(source, shards, rc=2)
     assert "changed while the shards were made" in text
     assert "next:" in text
-    assert {path.name for path in tmp_path.iterdir()} == {"images", ".shards.preparing"}
-    make_shards(source, tmp_path / "shards")
-    assert {path.name for path in tmp_path.iterdir()} == {"images", "shards"}
+    assert names_in(tmp_path) == [".shards.preparing", "images"]
+    # The next start lists the source anew.
+    make_shards(source, shards)
+    assert names_in(tmp_path) == ["images", "shards"]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_late_array_tasks_get_the_result_of_their_job(tmp_path):
     source = corpus(tmp_path / "images")
+    work = tmp_path / ".shards.preparing"
+    words = command(
+        source,
+        tmp_path / "shards",
+        "images.max_bad_fraction=0",
+        "launch.num_tasks=2",
+    )
     victim = source / "cat" / "003.jpg"
     photo = victim.read_bytes()
     victim.write_bytes(b"")
     texts = []
     for job, rc in (("7", 2), ("7", 2), ("8", 0)):
+        # A new job starts when the fault is mended; a late task of the old one only reports.
         if job == "8":
             victim.write_bytes(photo)
         done = subprocess.run(
-            command(
-                source,
-                tmp_path / "shards",
-                "images.max_bad_fraction=0",
-                "launch.num_tasks=2",
-            ),
-            cwd=REPOSITORY,
+            words,
+            cwd=ROOT,
             env=os.environ | {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": job},
             capture_output=True,
             text=True,
         )
         texts.append(done.stdout + done.stderr)
         assert done.returncode == rc, texts
-        assert (tmp_path / ".shards.preparing/failed.json").exists() == bool(rc)
-        assert not (tmp_path / ".shards.preparing/tars").exists()
+        assert (work / "failed.json").exists() == bool(rc)
+        assert not (work / "tars").exists()
     assert "1 of 24 images are bad" in texts[0]
+    # Word for word: whoever reads the log of any task learns the reason.
     assert texts[1] == texts[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
+    assert names_in(tmp_path) == ["images", "shards"]
 
 
 def test_full_disk_is_one_error_without_partial_files(small_disk, tmp_path):
     source = corpus(tmp_path / "images", num=60, side=96)
     text = make_shards(source, small_disk / "shards", rc=74)
+    # Said before anything is written, from the sizes of the files.
     assert "MiB are free" in text
     assert "next: free space" in text
-    assert [path.name for path in small_disk.iterdir()] == [".shards.preparing"]
+    assert names_in(small_disk) == [".shards.preparing"]
 
 
 def test_a_write_error_is_one_message_and_loses_nothing(tmp_path):
     source = corpus(tmp_path / "images", num=60, side=96)
-    limited = (
+    shards = tmp_path / "shards"
+    # A quota: the first tar is larger than any file of this process may become.
+    code = (
         "import os, resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
-        f"os.execv({sys.executable!r}, {command(source, tmp_path / 'shards')!r})"
+        f"os.execv({sys.executable!r}, {command(source, shards)!r})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", limited], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    limited = [sys.executable, "-c", code]
+    done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 74
     assert "Traceback" not in done.stderr
     assert "written (File too large)" in done.stderr
     assert "the run resumes" in done.stderr
-    assert not (tmp_path / "shards").exists()
-    assert not list((tmp_path / ".shards.preparing" / "tars").glob("train-*"))
-    make_shards(source, tmp_path / "shards")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
+    assert not shards.exists()
+    # No half tar under a name that a resume would take for a whole one.
+    assert not [*(tmp_path / ".shards.preparing/tars").glob("train-*")]
+    make_shards(source, shards)
+    assert names_in(tmp_path) == ["images", "shards"]
 
 
 def test_an_output_that_is_a_link_is_made_where_it_leads(tmp_path):
     source = corpus(tmp_path / "images")
-    (tmp_path / "disk" / "big").mkdir(parents=True)
-    (tmp_path / "shards").symlink_to("disk/big")
-    make_shards(source, tmp_path / "shards")
-    assert (tmp_path / "shards").is_symlink()
-    assert (tmp_path / "shards" / "manifest.json").exists()
-    assert sorted(path.name for path in tmp_path.rglob(".*")) == []
-    assert "already there" in make_shards(source, tmp_path / "shards")
+    shards = tmp_path / "shards"
+    (tmp_path / "disk/big").mkdir(parents=True)
+    shards.symlink_to("disk/big")
+    make_shards(source, shards)
+    # The last step renames a folder: it must not replace the link, nor cross to another disk.
+    assert shards.is_symlink()
+    assert (shards / "manifest.json").exists()
+    assert [*tmp_path.rglob(".*")] == []
+    assert "already there" in make_shards(source, shards)

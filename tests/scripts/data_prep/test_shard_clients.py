@@ -23,6 +23,7 @@ from vitscale.data.index import read_manifest, read_split
 
 # Key, label and BLAKE3 of the image's bytes, equal for all readers.
 Sample = tuple[str, int, str]
+# In a process of its own: `datasets` reads the variables of its caches when it is imported.
 HUGGING_FACE = """
 import json, sys
 from blake3 import blake3
@@ -47,29 +48,28 @@ class Shards:
         return sorted(read_manifest(self.folder).splits)
 
     def indexed(self, split: str) -> list[Sample]:
-        rows = pq.read_table(self.folder / "index.parquet").to_pylist()
-        return [
-            (r["key"], r["label"], r["blake3"].hex())
-            for r in rows
-            if r["split"] == split
-        ]
+        samples = []
+        for row in pq.read_table(self.folder / "index.parquet").to_pylist():
+            if row["split"] == split:
+                samples.append((row["key"], row["label"], row["blake3"].hex()))
+        return samples
 
     def pixels(self, split: str) -> list[tuple[int, bytes]]:
         """Label and decoded image of every sample."""
         index = read_split(self.folder, split=split)
-        return [
-            (int(index.label[i]), decoded(index.read(i), "RGB").tobytes())
-            for i in range(index.num_samples)
-        ]
+        samples = []
+        for i in range(index.num_samples):
+            pixels = decoded(index.read(i), "RGB")
+            samples.append((int(index.label[i]), pixels.tobytes()))
+        return samples
 
 
 @pytest.fixture(scope="module")
 def digits(digits_shards: Path) -> Shards:
-    suffixes = set(
-        pq.read_table(digits_shards / "index.parquet").column("format").to_pylist()
-    )
-    assert len(suffixes) == 1
-    return Shards(digits_shards, suffixes.pop())
+    # Of one format, so that Hugging Face's reader, which needs a column for images, can read them.
+    table = pq.read_table(digits_shards / "index.parquet")
+    (suffix,) = {*table.column("format").to_pylist()}
+    return Shards(digits_shards, suffix)
 
 
 @pytest.fixture(scope="module")
@@ -89,19 +89,22 @@ def test_webdataset_reads_the_indexed_samples(shards: Shards):
     for split in shards.splits:
         entry = read_manifest(shards.folder).splits[split]
         last = len(entry.shards) - 1
+        # Its own notation for several tars, which our names are made for.
         url = f"{shards.folder}/{split}-{{000000..{last:06d}}}.tar"
-        found = []
+        read = []
         for row in webdataset.WebDataset(url, shardshuffle=False):
             (suffix,) = {"jpg", "png", "webp"} & row.keys()
             image = blake3(row[suffix]).hexdigest()
-            found.append((row["__key__"], int(row["cls"]), image))
-        assert found == shards.indexed(split)
+            read.append((row["__key__"], int(row["cls"]), image))
+        # In the order of the index, too.
+        assert read == shards.indexed(split)
 
 
 @every(streaming=by_level([False, True], fast=[True], slow=[False]))
 def test_hugging_face_datasets_reads_the_indexed_samples(
     digits: Shards, streaming, tmp_path
 ):
+    # Without a network, and without the caches of the user.
     offline = {
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
@@ -117,6 +120,7 @@ def test_hugging_face_datasets_reads_the_indexed_samples(
     )
     assert finished.returncode == 0, finished.stderr
     names, *rows = map(json.loads, finished.stdout.splitlines())
+    # Names of classes, not numbers alone: they come from the card that lies beside the tars.
     assert tuple(names) == read_manifest(digits.folder).classes
     assert [tuple(row) for row in rows] == digits.indexed(split)
 
@@ -125,10 +129,13 @@ def timm_pixels(folder: Path, split: str) -> list[tuple[int, bytes]]:
     from timm.data.readers.reader_wds import ReaderWds
 
     reader = ReaderWds(str(folder), split=split)
+    # From `_info.json`; timm's schedules count steps by it.
     assert len(reader) == read_manifest(folder).splits[split].num_samples
-    return [
-        (target, np.asarray(image.convert("RGB")).tobytes()) for image, target in reader
-    ]
+    samples = []
+    for image, target in reader:
+        pixels = np.asarray(image.convert("RGB"))
+        samples.append((target, pixels.tobytes()))
+    return samples
 
 
 def test_timm_reads_the_indexed_samples(shards: Shards):
@@ -137,9 +144,12 @@ def test_timm_reads_the_indexed_samples(shards: Shards):
 
 
 def test_timm_reads_external_tars_through_our_index(tmp_path):
-    list(imagenet_22k_layout(tmp_path / "tars", splits={"train": 2}, samples=5))
+    tars = tmp_path / "tars"
+    # It writes the tars while it yields what they hold.
+    list(imagenet_22k_layout(tars, splits={"train": 2}, samples=5))
     settings = ["labels.space=imagenet_22k", "labels.values=index"]
     folder = tmp_path / "index"
-    index(tmp_path / "tars", folder, *settings)
-    found = Shards(folder, "jpg")
-    assert timm_pixels(folder, "train") == found.pixels("train")
+    index(tars, folder, *settings)
+    # timm follows the paths in our `_info.json`, which lead out of its folder.
+    ours = Shards(folder, "jpg")
+    assert timm_pixels(folder, "train") == ours.pixels("train")

@@ -18,24 +18,29 @@ from vitscale.images.crops import RegionDecoder, missing
 
 
 def test_a_sheet_has_a_row_of_images_for_each_class(tmp_path):
-    make_shard_folder(tmp_path / "shards", classes=("cat", "dog", "eel"))
-    run_script(
-        "verify_shards", tmp_path / "shards", "--sheet", tmp_path / "new/sheet.png"
-    )
-    with Image.open(tmp_path / "new/sheet.png") as sheet:
+    shards = tmp_path / "shards"
+    make_shard_folder(shards, classes=("cat", "dog", "eel"))
+    path = tmp_path / "new/sheet.png"
+    run_script("verify_shards", shards, "--sheet", path)
+    with Image.open(path) as sheet:
         pixels = np.asarray(sheet).reshape(3, -1, sheet.width, 3)
+    # A class without a picture would have a white row.
     assert all((row < 250).any() for row in pixels)
-    tar, *_ = (tmp_path / "shards").glob("train-*.tar")
+
+    # Of damaged shards, too: the sheet helps to see what is wrong.
+    tar, *_ = shards.glob("train-*.tar")
     tar.write_bytes(tar.read_bytes().replace(b"PNG", b"..."))
-    text = run_script(
-        "verify_shards", tmp_path / "shards", "--sheet", tmp_path / "s.png", rc=2
-    )
+    path = tmp_path / "damaged.png"
+    text = run_script("verify_shards", shards, "--sheet", path, rc=2)
     assert "image's bytes differ" in text
-    assert f"written: {tmp_path}/s.png" in text
+    assert f"written: {path}" in text
     assert "SHARDS: s3://b/c is a URL" in run_script("verify_shards", "s3://b/c", rc=2)
 
 
+# Pixels a side of a crop.
 SIZE = 24
+# Most of an epoch, in which a third of the images are JPEGs.
+NUM_POSITIONS = 20
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +49,14 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
     if why := missing("region"):
         skip_or_fail(f"the region decoder does not work here: {why}")
     base = tmp_path_factory.mktemp("entry_points")
+    plain = base / "plain"
+    written = base / "with"
+    # Large enough to have any: small images are decoded from their top.
     source = corpus(base / "images", side=300)
-    make_shards(source, base / "plain", "images.check=header", "shards.min_shards=2")
-    shutil.copytree(base / "plain", base / "with")
-    run_script("verify_shards", base / "with", "--entry-points")
-    return base / "plain", base / "with"
+    make_shards(source, plain, "images.check=header", "shards.min_shards=2")
+    shutil.copytree(plain, written)
+    run_script("verify_shards", written, "--entry-points")
+    return plain, written
 
 
 def test_they_change_no_other_file(folders):
@@ -61,31 +69,35 @@ def test_they_change_no_other_file(folders):
 
 
 def test_the_loader_uses_them_and_gives_the_same_pixels(folders, monkeypatch):
-    given = []
+    num_given = 0
     crop = RegionDecoder.crop
 
     def counted(self, data, request, *, out=None):  # as replaced
-        given.append(len(request.entry_points))
+        nonlocal num_given
+        num_given += bool(request.entry_points)
         return crop(self, data, request, out=out)
 
     monkeypatch.setattr(RegionDecoder, "crop", counted)
     pixels = []
-    num_given = []
+    counts = []
     for folder in folders:
-        given.clear()
+        num_given = 0
         data = DataSettings(
-            path=str(folder), global_batch=4, val_split="test", decoder="region"
+            path=str(folder),
+            global_batch=4,
+            val_split="test",
+            decoder="region",
         )
         training_set = open_training_set(data, seed=0)
-        samples = TrainingSamples(
-            training_set, Augmentation(data, image_size=SIZE, seed=0)
-        )
-        out = torch.empty(20, 3, SIZE, SIZE, dtype=torch.uint8)
-        assert [samples.fill(position, out[position])[1] for position in range(20)] == [
-            []
-        ] * 20
+        augmentation = Augmentation(data, image_size=SIZE, seed=0)
+        samples = TrainingSamples(training_set, augmentation)
+        out = torch.empty(NUM_POSITIONS, 3, SIZE, SIZE, dtype=torch.uint8)
+        for position in range(NUM_POSITIONS):
+            _, unreadable = samples.fill(position, out[position])
+            assert unreadable == []
         pixels.append(out)
-        num_given.append(sum(map(bool, given)))
+        counts.append(num_given)
     assert torch.equal(*pixels)
-    assert num_given[0] == 0
-    assert num_given[1] > 4
+    # A third of the images are JPEGs, which alone have entry points.
+    assert counts[0] == 0
+    assert counts[1] > 4

@@ -52,31 +52,39 @@ class FakeSlurm:
         self, script: str, *arguments: str, slurm: bool = True, code: int = 0
     ) -> str:
         """Output of a script of launch/, called in the folder; its errors if it is to fail."""
-        path = self.environment if slurm else {"PATH": str(self.folder)}
-        with contextlib.chdir(self.folder), mock.patch.dict(os.environ, path):
+        # Without SLURM: no program at all is found.
+        variables = {"PATH": str(self.folder)}
+        if slurm:
+            variables = self.environment
+        with contextlib.chdir(self.folder), mock.patch.dict(os.environ, variables):
             done = run(ROOT / script, *arguments)
         assert done.returncode == code, done.stdout + done.stderr
-        return done.stderr if code else done.stdout
+        if code:
+            return done.stderr
+        return done.stdout
 
     def run_job(self, ranks: str, *, restart: int = 0, state: str = "RUNNING") -> int:
         """Run the batch script once, as SLURM does. Returns the exit code of the job."""
+        # Ranks are what the fake srun runs; the calls are those of this attempt.
         self.write("ranks", ranks)
         self.write("state", state)
         self.write("calls", "")
         script = (self.folder / "slurm/script").read_text()
 
         # Quoted where a folder for temporary files has a space.
-        (log,) = shlex.split(
-            re.findall(r"#SBATCH --output=(.*)", script)[0].replace("%j", "12")
-        )
-        variables = {"SLURM_RESTART_COUNT": str(restart)} if restart else {}
-        variables |= {
+        (option,) = re.findall(r"#SBATCH --output=(.*)", script)
+        (log,) = shlex.split(option.replace("%j", "12"))
+        # What SLURM tells a batch script, and what the ranks' shell lines write to.
+        variables = {
             "SLURM_JOB_ID": "12",
             "SLURM_JOB_NODELIST": "n[1-2]",
             "SLURM_JOB_NUM_NODES": "2",
             "SLURMD_NODENAME": "n1",
             "RUN": str(self.run_folder),
         }
+        # At the first start the variable is not set.
+        if restart:
+            variables["SLURM_RESTART_COUNT"] = str(restart)
         with open(log, "a") as output:
             done = subprocess.run(
                 ["bash", str(self.folder / "slurm/script")],
@@ -88,6 +96,7 @@ class FakeSlurm:
     @property
     def is_requeued(self) -> bool:
         calls = [line for line in self.calls if line.startswith("scontrol requeue")]
+        # Twice would start the job twice; another number would start another job.
         assert calls in ([], ["scontrol requeue 12"])
         return bool(calls)
 
@@ -117,6 +126,7 @@ def slurm(submitted: FakeSlurm, tmp_path) -> FakeSlurm:
     folder = tmp_path / "job"
     shutil.copytree(submitted.folder, folder, symlinks=True)
     slurm = FakeSlurm(folder=folder)
+    # The script has absolute paths, as it must on a node.
     script = (folder / "slurm/script").read_text()
     slurm.write("script", script.replace(str(submitted.folder), str(folder)))
     return slurm

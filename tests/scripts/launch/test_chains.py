@@ -51,6 +51,7 @@ def wait_for_training(chain: subprocess.Popen[str], stage: int) -> None:
     """Read what the chain prints until the processes of a stage, counted from 1, run."""
     num_started = 0
     for line in iter(chain.stdout.readline, ""):
+        # Then the count of stages would be wrong.
         assert "done before" not in line
         num_started += line.startswith("running 2 proc")
         if num_started == stage:
@@ -72,8 +73,10 @@ def test_a_stopped_chain_resumes_and_reports_failures(tmp_path):
         output, _ = chain.communicate(timeout=PATIENCE_S)
         assert chain.returncode == code, output
         assert "the same command resumes the chain" in output
+        # A stopped stage is no reason to go on with the next one.
         assert f"[{stage + 1}/3]" not in output
 
+    # To the end: what is done is not done again, and what needs a failed stage is not started.
     chain = start(tmp_path)
     output, _ = chain.communicate(timeout=PATIENCE_S)
     assert chain.returncode == 1, output

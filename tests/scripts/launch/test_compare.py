@@ -20,6 +20,7 @@ from vitscale.tracking.journal import Row
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.tracker import Tracker
 
+# One transparent pixel.
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010806000000"
     "1f15c4890000000d49444154789c6360606060000000050001a5f645400000000049454e44ae426082"
@@ -35,12 +36,19 @@ def make_run(root: Path, name: str, *, lr: float, gain: float) -> None:
     folder = root / "runs" / name
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"name: {name}\nseed: 7\noptim:\n  lr: {lr}\n")
-    with Tracker(
-        folder, settings=TrackingSettings(uri=None), name=name, stage="pretrain",
-        tags={"vitscale.data": "digits, 9 images"}, resume_step=0, is_writer=True,
-    ) as tracker:  # fmt: skip
+    tracker = Tracker(
+        folder,
+        settings=TrackingSettings(uri=None),
+        name=name,
+        stage="pretrain",
+        tags={"vitscale.data": "digits, 9 images"},
+        resume_step=0,
+        is_writer=True,
+    )
+    with tracker:
         for step in range(1, 4):
-            tracker.log({"train/loss": 1 / step, "odd/name": float("nan")}, step=step)
+            # A metric that is never a number must not end a comparison.
+            tracker.log({"train/loss": 1 / step, "odd/name": math.nan}, step=step)
         tracker.log({"val/top1": gain}, step=3)
 
 
@@ -62,12 +70,12 @@ def test_text_and_report_show_differences(root):
     assert ["optim.lr", "0.001", "0.01"] in lines
     assert not any(line[:1] == ["seed"] for line in lines)  # equal: left out
     assert "val/top1 50.0 % 75.0 % *".split() in lines
-    assert done.stdout.startswith(
-        "large-lr is best: val/top1 75.0 %; next is small-lr, 50.0 %."
-    )
+    best = "large-lr is best: val/top1 75.0 %; next is small-lr, 50.0 %."
+    assert done.stdout.startswith(best)
     assert done.stdout.rstrip().endswith("report: runs/compare.html")
 
-    # The page as it is written: one file that loads nothing.
+    # The page as it is written: one file that loads nothing, so it can be sent, and opened
+    # without a network. What follows is the library of the charts.
     text = (root / "runs/compare.html").read_text().partition("<script>")[0]
     references = re.findall(r"(?:src|href)=.(.{11})", text)
     assert references
@@ -75,7 +83,7 @@ def test_text_and_report_show_differences(root):
     assert not re.search("<(link|iframe|object)", text)
     assert "@import" not in text
     assert "url(" not in text
-    assert "large-lr is best: val/top1 75.0 %; next is small-lr, 50.0 %." in text
+    assert best in text
     assert "They differ in optim.lr (0.01, not 0.001)." in text
     assert "Loss on training images <code>train/loss</code>" in text
     assert "<h3>Attention of a 7</h3>" in text
@@ -84,6 +92,7 @@ def test_text_and_report_show_differences(root):
 
 def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path, mlflow_database):
     uri = f"sqlite:///{mlflow_database}"
+    # MLflow's parameters are text: without quotes it refuses the filter.
     wrong = run_compare(tmp_path, "--filter", "params.seed = 7", "--uri", uri)
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error:\n--filter: MLflow at ")
@@ -91,12 +100,13 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path, mlflow_database):
     sent = run_compare(tmp_path, "sync", "stored", "--uri", uri)
     assert sent.returncode == 0, sent.stderr
     run_id = sent.stdout.partition("; run ")[2].split()[0]
+
+    # The line that says what a run was made of is the same from its folder and from MLflow.
     here = run_compare(tmp_path, "stored")
     there = run_compare(tmp_path, "stored", "--uri", uri)
-    origins = re.findall(r"\d{4}-\d\d-\d\d; .*", here.stdout + there.stdout)
-    assert len(origins) == 2
-    assert len(set(origins)) == 1
-    assert "; digits, 9 images;" in origins[0]
+    origin, other = re.findall(r"\d{4}-\d\d-\d\d; .*", here.stdout + there.stdout)
+    assert origin == other
+    assert "; digits, 9 images;" in origin
 
     # The same name below runs/ with other values: --uri selects that of MLflow.
     shutil.rmtree(tmp_path / "runs/stored")
@@ -108,12 +118,14 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path, mlflow_database):
     assert "stored (2)" in done.stdout
     assert "25.0 %" in done.stdout
     assert "finished" in done.stdout
-    found = run_compare(tmp_path, "--filter", "params.optim.lr = '0.125'", "--uri", uri)
-    assert found.returncode == 0, found.stderr
-    assert f"MLflow run {run_id}" in found.stdout
-    assert "87.5 %" in found.stdout
+    filtered = ("--filter", "params.optim.lr = '0.125'", "--uri", uri)
+    done = run_compare(tmp_path, *filtered)
+    assert done.returncode == 0, done.stderr
+    assert f"MLflow run {run_id}" in done.stdout
+    assert "87.5 %" in done.stdout
 
 
+# Which runs, from where, and where the page goes.
 @lines("""
 words|message
 |no run given
@@ -133,46 +145,54 @@ def test_bad_input_is_reported_with_exit_code_2(root, words, message):
 @pytest.mark.slow
 def test_a_browser_draws_the_charts_and_shows_hostile_names_as_text(tmp_path):
     chromium = shutil.which("chromium") or skip_or_fail("no chromium on this machine")
+    # Runs of others are compared too: a name in a page must never be a program.
     evil = "<img src=x onerror=document.title='evil'>"
     evil += "</script><script>document.title='evil'</script>"
     runs = []
     for number, label in enumerate(("slow", evil)):
-        rows = [
-            Row(
-                step=step,
-                time=60.0 * step,
-                metrics={
-                    "train/loss": 3 / (1 + number + step / 99),
-                    "val/top1": step / 1e4,
-                }
-                | (
-                    {f"val/{evil}": math.inf if step % 2 else 1.0} if step > 900 else {}
-                ),
-            )
-            for step in range(1, 1000)
-        ]
+        rows = []
+        for step in range(1, 1000):
+            metrics = {
+                "train/loss": 3 / (1 + number + step / 99),
+                "val/top1": step / 1e4,
+            }
+            # Late, and infinite at every second step: charts have gaps.
+            if step > 900:
+                metrics[f"val/{evil}"] = [1.0, math.inf][step % 2]
+            rows.append(Row(step=step, time=60.0 * step, metrics=metrics))
         params = {"optim.lr": str(number), f"note.{evil}": evil}
-        runs.append(
-            ComparedRun(label=label, source=evil, params=params, rows=tuple(rows))
-        )
+        run = ComparedRun(label=label, source=evil, params=params, rows=tuple(rows))
+        runs.append(run)
     page = tmp_path / "compare.html"
     page.write_text(render(compare(runs)))
-    options = [
+    show = [
+        chromium,
         "--headless=new",
         "--no-sandbox",
         "--disable-gpu",
+        # Nobody listens there: whatever the page would load fails.
         "--proxy-server=127.0.0.1:9",
+        f"--user-data-dir={tmp_path}/profile",
+        # Until the charts are drawn, in the page's own time.
+        "--virtual-time-budget=20000",
+        "--dump-dom",
+        page.as_uri(),
     ]
-    options += [f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=20000"]
     shown = subprocess.run(
-        [chromium, *options, "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=PATIENCE_S, check=True,
-    ).stdout  # fmt: skip
+        show,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    ).stdout
+    # Three charts (plotly draws each in two layers), two of them with a line for each run.
     assert shown.count('class="main-svg"') >= 2 * 3
     assert shown.count('class="js-line"') >= 2 * 2
     body = shown.partition("<body")[2].partition("<script")[0]
     assert "<img" not in body
-    assert "evil" not in shown.partition("<title>")[2].partition("<")[0][:9]
+    # The program would have changed the title.
+    title = shown.partition("<title>")[2].partition("<")[0]
+    assert "evil" not in title[:9]
     legend = body.partition('class="legend"')[2].partition("</div>")[0]
     assert legend.count("<button") == 2
     assert "&lt;img src=x" in legend

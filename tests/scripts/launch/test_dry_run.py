@@ -9,6 +9,7 @@ from tests.support.golden import Golden
 from tests.support.tables import every
 from tests.support.waiting import ROOT
 
+# As `scontrol show partition` prints them: times as days, as hours, and without a limit.
 PARTITIONS = """\
 PartitionName=day Default=YES DefaultTime=NONE MaxTime=1-00:00:00 State=UP
 PartitionName=short Default=NO MaxTime=00:30:59 State=UP
@@ -32,6 +33,7 @@ output: shards
 source: {path: images}
 launch: {num_tasks: 64, cpus_per_task: 8, timeout_min: 720}
 """
+# What one cluster needs beside what all have; with characters that a shell would interpret.
 SITE = (
     "launch.setup=[module load cuda, export NCCL_DEBUG=WARN]",
     "launch.sbatch={constraint: a100&ib, exclusive: true, comment: a 'quoted' word}",
@@ -43,6 +45,7 @@ LARGE = (
     "launch.gpu_type=h200 launch.mem_gb=512 launch.partition=long,short launch.account=vision "
     "launch.signal_delay_s=300 data.global_batch=64"
 ).split()
+# Each has lines of its own in the batch script.
 DRY_RUNS = {
     "one_node": ("run.yaml", "launch.nodes=1", "launch.cpus_per_task=4"),
     "many_nodes": ("run.yaml", *LARGE),
@@ -57,6 +60,7 @@ def normal(text: str, slurm: FakeSlurm) -> str:
     """A script without the paths of this machine and the hash of its code."""
     for path, name in ((slurm.folder, "FOLDER"), (sys.executable, "PYTHON")):
         text = text.replace(str(path), name)
+    # A job runs a copy of the code, not the checkout, which its owner goes on to change.
     assert str(ROOT) not in text
     return re.sub(r"/code-[0-9a-f]{12}\b", "/code-HASH", text.strip()) + "\n"
 
@@ -66,28 +70,28 @@ def test_a_dry_run_shows_the_batch_script(name, submitted: FakeSlurm, golden: Go
     (submitted.folder / "data.yaml").write_text(DATA)
     before = sorted(submitted.folder.rglob("*"))
     output = submitted.call("launch/slurm.py", "--dry-run", "--config", *DRY_RUNS[name])
+    # Not even the run folder.
     assert sorted(submitted.folder.rglob("*")) == before
     script = output.partition("# Batch script\n")[2]
     golden.text(f"sbatch/{name}.sh", normal(script, submitted))
 
 
 def test_a_later_job_waits_for_the_earlier_one(slurm: FakeSlurm, golden: Golden):
+    # A row of squeue: the name of its script is what ties a job to a run.
     (link,) = (slurm.run_folder / "slurm").glob("*.sh")
-    slurm.write(
-        "queue", f"12|12|RUNNING|None|1764000000|n[1-2]|1763990000|/x/{link.name}\n"
-    )
+    row = f"12|12|RUNNING|None|1764000000|n[1-2]|1763990000|/x/{link.name}\n"
+    slurm.write("queue", row)
     command = ("launch/slurm.py", "--config", "run.yaml")
-    assert "job 12 (RUNNING on n[1-2]) of this run has not ended" in slurm.call(
-        *command, code=2
-    )
+    errors = slurm.call(*command, code=2)
+    assert "job 12 (RUNNING on n[1-2]) of this run has not ended" in errors
     slurm.call(*command, "--after")
-    golden.text(
-        "sbatch/after.sh", normal((slurm.folder / "slurm/script").read_text(), slurm)
-    )
+    script = (slurm.folder / "slurm/script").read_text()
+    golden.text("sbatch/after.sh", normal(script, slurm))
+
+    # squeue fails: a job that must wait is refused, and any other one is not held up.
     (slurm.folder / "slurm/queue").unlink()
-    assert "cannot look up the earlier job for --after" in slurm.call(
-        *command, "--after", code=2
-    )
+    errors = slurm.call(*command, "--after", code=2)
+    assert "cannot look up the earlier job for --after" in errors
     assert "submitted job 12" in slurm.call(*command)
 
 
@@ -105,19 +109,24 @@ def test_a_job_of_a_chain_runs_only_after_a_success(slurm: FakeSlurm):
 
 def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm):
     before = sorted(submitted.folder.rglob("*"))
-    sweep = ("optim.lr=[1e-3, 2e-3]", "name=grid", "launch.gpus_per_node=1")
-    sweep += ("launch.gpu_request=none",)  # they come with the partition
     output = submitted.call(
-        "launch/slurm.py", "--dry-run", "--config", "run.yaml", *sweep
+        "launch/slurm.py",
+        "--dry-run",
+        "--config",
+        "run.yaml",
+        "optim.lr=[1e-3, 2e-3]",
+        "name=grid",
+        "launch.gpus_per_node=1",
+        "launch.gpu_request=none",  # they come with the partition
     )
     assert sorted(submitted.folder.rglob("*")) == before
-    runs = [
-        set(re.findall(rf"\S*lr\S*{rate}\S*", output)) for rate in ("0.001", "0.002")
-    ]
-    assert all(runs) and not runs[0] & runs[1], output
-    assert (
-        "#SBATCH --nodes=2" in output and "=gpu" not in output and "--gpu" not in output
-    )
+    # Each value names a run of its own.
+    one = {*re.findall(r"\S*lr\S*0.001\S*", output)}
+    other = {*re.findall(r"\S*lr\S*0.002\S*", output)}
+    assert one and other and not one & other, output
+    assert "#SBATCH --nodes=2" in output
+    assert "=gpu" not in output
+    assert "--gpu" not in output
 
 
 def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm):
@@ -132,13 +141,17 @@ def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm):
     plan = output.partition("# Plan\n")[2].partition("\n\n")[0]
     rows = dict(re.split(r"  +", line, maxsplit=1) for line in plan.splitlines())
     assert "lr: 0.002" in output
+    # Two nodes with a rank each; 100 steps of two images.
     assert rows["batch"] == "global batch 2 = 2 ranks x 1 images"
     assert rows["steps"].startswith("100 steps, 200 images = ")
     assert "0.002" in rows["learning rate"]
     assert "GFLOPs per training image" in rows["compute"]
+    # On a laptop there is no SLURM to ask, and nothing wrong with that.
     checks = output.partition("# Checks\n")[2].partition("\n\n")[0]
     assert "configuration  ok" in checks
     assert "SLURM" not in checks
+
+    # A range of nodes: with 4 tasks each, 64 images divide over 2, 4 and 8 of them.
     more = ("launch.nodes=2-8", "launch.tasks_per_node=4", "data.global_batch=64")
     output = submitted.call(
         "launch/slurm.py", "--dry-run", "--config", "run.yaml", *more
@@ -156,6 +169,7 @@ def test_a_data_preparation_is_an_array(submitted: FakeSlurm):
 
     # A task uses the cores that it requested, not all that the node has.
     assert "\nnum_workers: 8\n" in output
+    # 64 logs cannot be followed.
     follow = ("launch/slurm.py", "--config", "data.yaml", "--follow")
     assert "are for one job" in submitted.call(*follow, code=2)
 
@@ -166,6 +180,8 @@ def test_what_slurm_refuses_is_said_and_leaves_no_files(slurm: FakeSlurm):
     slurm.write("refusal", "sbatch: error: no such nodes")
     refused = "SLURM          warning  sbatch --test-only: sbatch: error: no such nodes"
     assert refused in slurm.call(*command, "--dry-run")
+
+    # Of a run that is there, and of a new one: neither a folder nor a copy of the code is left.
     before = sorted(slurm.folder.rglob("*"))
     for name in ("name=small", "name=other"):
         errors = slurm.call(*command, name, "--after", code=2)
@@ -179,12 +195,18 @@ def test_more_time_than_a_partition_allows_is_said(submitted: FakeSlurm, monkeyp
     submitted.write("partitions", PARTITIONS)
     for case in LIMITS.splitlines():
         partition, minutes, *allowed = case.split()
-        script = f"#SBATCH --time={minutes}\n#SBATCH --partition={partition}\n"
-        [check] = slurm_check(script.replace("#SBATCH --partition=-\n", ""))
-        told = re.findall(r"launch.timeout_min=(\d+),", check.next_step)
-        assert told == allowed and (check.result == "warning") == bool(told), case
+        script = f"#SBATCH --time={minutes}\n"
+        # "-": none is named, so the default one counts.
+        if partition != "-":
+            script += f"#SBATCH --partition={partition}\n"
+        [check] = slurm_check(script)
+        advised = re.findall(r"launch.timeout_min=(\d+),", check.next_step)
+        assert advised == allowed, case
+        assert (check.result == "warning") == bool(allowed), case
+    # Where partitions cannot be looked up, nothing is said about them.
     (submitted.folder / "slurm/partitions").unlink()
-    assert slurm_check(script)[0].result == "ok"
+    [check] = slurm_check(script)
+    assert check.result == "ok"
 
 
 def test_refusals_are_short_and_complete(slurm: FakeSlurm):
@@ -194,10 +216,16 @@ def test_refusals_are_short_and_complete(slurm: FakeSlurm):
     assert "no SLURM on this machine" in without
     assert "vitscale launch --local" in without
     assert "--dry-run" in without
+
+    # Two faults in one report: a batch that does not divide, and a GPU that is not requested.
     bad = ("launch.nodes=3", "data.global_batch=64", "engine.device=cuda")
     errors = slurm.call(*command, *bad, code=2)
     assert "64 images are not divisible by 3 tasks" in errors
     assert "63 or 66" in errors
+    assert "launch.gpus_per_node" in errors
+    assert "Traceback" not in errors + without
+
+    # Ranges: no number in it divides the batch, its ends are exchanged, it is none.
     free = ("launch.tasks_per_node=2", "data.global_batch=6")
     wrong = {
         "2-3": "6 images are not divisible by 4 tasks",
@@ -206,6 +234,4 @@ def test_refusals_are_short_and_complete(slurm: FakeSlurm):
     }
     for nodes, error in wrong.items():
         assert error in slurm.call(*command, *free, f"launch.nodes={nodes}", code=2)
-    assert "launch.gpus_per_node" in errors
-    assert "Traceback" not in errors + without
     assert not (slurm.folder / "runs/other").exists()

@@ -53,12 +53,16 @@ def pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
         process.kill()
         return "\n".join(process.communicate())
 
+    def numbers() -> list[int]:
+        return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
     def have_begun() -> bool:
+        # What it printed says why it has ended.
         assert process.poll() is None, tell()
-        return len(list(folder.glob("pid-*"))) == 2
+        return len(numbers()) == 2
 
     wait_until(have_begun, else_say=tell)
-    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+    return numbers()
 
 
 def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
@@ -71,6 +75,7 @@ def await_end(pids: list[int]) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), else_say=lambda: f"{pids} live on")
 
 
+# A stage that stops as a training does: at a signal, with a checkpoint that rank 0 still writes.
 WAITING = """
     import os, pathlib, signal, sys, time
     stop = []
@@ -99,13 +104,24 @@ def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path):
     error = "error:\nno: no such folder\n  next: correct the path"
     assert done.returncode == 2
     assert done.stderr.startswith(error)
-    assert list(tmp_path.iterdir()) == []
+    # No run folder either, with which a corrected command would have to agree.
+    assert [*tmp_path.iterdir()] == []
 
 
-@every(
-    death="raise RuntimeError('out of ideas'), 'os.kill(os.getpid(), signal.SIGKILL)'"
-)
+# Death -> how the attempt is recorded, and code before the start. Of a rank that was killed, the
+# others know nothing better, so the launcher must not wait for them at all.
+DEATHS = {
+    "raise RuntimeError('out of ideas')": (FailureKind.OTHER, ""),
+    "os.kill(os.getpid(), signal.SIGKILL)": (
+        FailureKind.KILLED,
+        "processes.GRACE_SECONDS = 1e9",
+    ),
+}
+
+
+@every(death=DEATHS)
 def test_one_failing_rank_ends_the_others_and_is_named(tmp_path, death):
+    kind, before = DEATHS[death]
     process = start(
         tmp_path,
         f"""
@@ -115,11 +131,11 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path, death):
             {death}
         time.sleep(1000)
         """,
-        # Of a rank that was killed, the others know nothing better.
-        before="processes.GRACE_SECONDS = 1e9" if "KILL" in death else "",
+        before=before,
     )
     output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
+    # Rank 0's output is the run's; another rank's log is shown when that rank fails.
     assert "rank 0 was here" in output
     assert "rank 1 was here" not in output
     assert "rank 1" in errors
@@ -127,36 +143,33 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path, death):
     assert ("out of ideas" in errors) == ("out of ideas" in death)
     (attempt,) = read_attempts(tmp_path)
     assert attempt.ending is Ending.FAILED
-    assert attempt.kind is (
-        FailureKind.KILLED if "KILL" in death else FailureKind.OTHER
-    )
+    assert attempt.kind is kind
     assert attempt.reason.startswith("rank 1 ")
 
 
 @every(number=[signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_stops_with_a_checkpoint(tmp_path, number):
-    early = start(
-        tmp_path,
-        WAITING,
-        before="import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
-    )
+    # Before a rank is started: it must not be lost.
+    signal_itself = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    early = start(tmp_path, WAITING, before=signal_itself)
     early.communicate(timeout=PATIENCE_S)
     assert early.returncode == 75
+
     process = start(tmp_path, WAITING)
     tasks = pids(process, tmp_path)
     process.send_signal(number)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75
-    assert output.endswith(
-        "stopped: 12 steps are kept; the same command resumes the run\n"
-    )
+    # Rank 0 had the time for its checkpoint, although rank 1 had ended.
+    stopped = "stopped: 12 steps are kept; the same command resumes the run\n"
+    assert output.endswith(stopped)
     await_end(tasks)
-    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [
-        Ending.STOPPED
-    ] * 2
+    endings = [attempt.ending for attempt in read_attempts(tmp_path)]
+    assert endings == [Ending.STOPPED] * 2
 
 
 def test_ranks_do_not_obey_what_the_shell_says_of_another_job(tmp_path, monkeypatch):
+    # A shell inside a job, or one that a launcher of another library has set up.
     words = """
     MASTER_ADDR=192.0.2.1 WORLD_SIZE=64 GLOO_SOCKET_IFNAME=ib7 NCCL_SOCKET_IFNAME=ib7
     LOCAL_SIZE=8 LOCAL_RANK=7 SLURM_PROCID=3 VITSCALE_SITE=site.yaml
@@ -172,12 +185,14 @@ def test_ranks_do_not_obey_what_the_shell_says_of_another_job(tmp_path, monkeypa
     output, errors = start(tmp_path, stage).communicate(timeout=PATIENCE_S)
     for rank in (0, 1):
         seen = (tmp_path / f"seen-{rank}").read_text().split()
-        own = ["127.0.0.1", "2", None, None, None, str(rank), None, ""]
-        assert seen == [*map(repr, own)], errors
+        # In the order of `words`: of this launcher, or gone.
+        expected = ["127.0.0.1", "2", None, None, None, str(rank), None, ""]
+        assert seen == [*map(repr, expected)], errors
     assert "GLOO_SOCKET_IFNAME" in output
     assert "not used" in output
 
 
+# Ignores Ctrl-C, and has a child in a session of its own, which no signal to a group reaches.
 STUBBORN = """
     import os, pathlib, signal, subprocess, time
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -192,6 +207,7 @@ def test_a_second_ctrl_c_kills_and_a_third_leaves_no_process(tmp_path):
     tasks = pids(process, tmp_path)
     process.send_signal(signal.SIGINT)
     wait_for_line(process, "Ctrl-C again kills")
+    # The third comes while the second one's work is done: a traceback would leave it half done.
     for _ in range(2):
         process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=PATIENCE_S)
@@ -225,27 +241,32 @@ def test_a_second_start_is_refused_and_records_nothing(tmp_path: Path) -> None:
     """From the first moment on, and where ranks that no launcher has started hold the folder."""
 
     def content() -> list[bytes]:
+        """The events, of which there is one file; then the logs."""
         paths = [*(tmp_path / "events").iterdir(), *tmp_path.glob("*/rank_0_log.out")]
         return [path.read_bytes() for path in paths]
 
     process = start(tmp_path, WAITING)
     wait_for_line(process, "running 2 proc")
+    # Not the logs, to which the first start still writes.
     before = content()[:1]
     second = start(tmp_path, WAITING)
     _, errors = second.communicate(timeout=PATIENCE_S)
-    assert second.returncode == 1 and "another job is training in this run" in errors
+    assert second.returncode == 1
+    assert "another job is training in this run" in errors
     assert content()[:1] == before
     pids(process, tmp_path)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=PATIENCE_S)
 
+    # As `run_folder_lock` does in ranks that SLURM or a person started.
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         print("process 17 on n1", file=lock, flush=True)
         before = content()
         third = start(tmp_path, WAITING)
         _, errors = third.communicate(timeout=PATIENCE_S)
-    assert third.returncode == 1 and ": process 17 on n1" in errors
+    assert third.returncode == 1
+    assert ": process 17 on n1" in errors
     assert content() == before
 
 
@@ -261,22 +282,22 @@ def test_a_closed_output_pipe_leaves_no_process(tmp_path):
         """,
     )
     tasks = pids(process, tmp_path)
+    # As `| head` does.
     process.stdout.close()
     assert "BrokenPipeError" in process.stderr.read()
+    # Neither a success nor a stop: nobody may take the run for done.
     assert process.wait(timeout=PATIENCE_S) not in (0, 75)
     await_end(tasks)
 
 
+# Rank 0 ends with rank 1, which the signal kills; or fails by itself, which is a failure.
 @pytest.mark.parametrize(
     ("rank_0", "code"),
     [
-        pytest.param(
-            "signal.signal(signal.SIGTERM, signal.SIG_IGN)", 75, id="waits for rank 1"
-        ),
-        pytest.param(
-            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))", 1, id="fails"
-        ),
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", 75),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))", 1),
     ],
+    ids=["waits for rank 1", "fails"],
 )
 def test_sigterm_before_tasks_handle_it_is_not_a_failure(tmp_path, rank_0, code):
     process = start(
@@ -299,17 +320,23 @@ def test_sigterm_before_tasks_handle_it_is_not_a_failure(tmp_path, rank_0, code)
 
 def test_a_missing_interpreter_is_one_error(tmp_path):
     job = StageJob(
-        script="stage.py", config=str(tmp_path / "c"), run_folder=str(tmp_path)
+        script="stage.py",
+        config=str(tmp_path / "c"),
+        run_folder=str(tmp_path),
     )
     with refused("'/lost/python' cannot be started"):
         run_here(job, python="/lost/python", num_procs=2, stop=StopFlag())
-    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.FAILED]
+    # It was an attempt: its end is recorded as that of any other.
+    endings = [attempt.ending for attempt in read_attempts(tmp_path)]
+    assert endings == [Ending.FAILED]
 
 
 def test_a_log_is_shown_whole(tmp_path, capsys):
     tail = LogTail(tmp_path / "log")
-    for seen in ("é".encode()[:1], "é".encode(), "éa".encode()):
-        tail.path.write_bytes(seen)
+    # Read while a character of two bytes is half written.
+    whole = "éa".encode()
+    for num_written in (1, 2, 3):
+        tail.path.write_bytes(whole[:num_written])
         tail.copy()
     assert capsys.readouterr().out == "éa"
 
@@ -326,10 +353,13 @@ submission.StageJob(script="stage.py", config="c")()
         "import os; print(repr(os.environ['VITSCALE_SITE'])); os.kill(os.getpid(), 12)"
     )
     (tmp_path / "stage.py").write_text(stage)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "VITSCALE_SITE": "site.yaml"}
     done = subprocess.run(
         [sys.executable, "-u", "-c", program],
-        cwd=tmp_path, env=env, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "VITSCALE_SITE": "site.yaml"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 75
+    # The site file is in the run's configuration already; read again it could have changed.
     assert done.stdout == "''\nstopped by SIGUSR2; finished work is kept\n"

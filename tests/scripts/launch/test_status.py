@@ -48,13 +48,14 @@ no_slurm|STEP 20, END 75||
 """
 
 
-def commands_of(what: str) -> str:
+def commands_of(actions: str) -> str:
     """The shell lines of what ranks did."""
     parts = {"STEP": STEP, "NAN": NAN, "END": ENDED, "ASK": ASK}
     lines = ""
-    for each in what.split(", "):
-        name, _, number = each.partition(" ")
-        lines += parts.get(name, each).format(step=number, code=number) + "\n"
+    for action in actions.split(", "):
+        name, _, number = action.partition(" ")
+        # What is no name is a shell line itself.
+        lines += parts.get(name, action).format(step=number, code=number) + "\n"
     return lines
 
 
@@ -75,20 +76,27 @@ def test_status_shows(name, ranks, state, reason, slurm: FakeSlurm, golden: Gold
     if answers:
         (link,) = (slurm.run_folder / "slurm").glob("*.sh")
         now = int(time.time())
-        nodes = "n[1-2]" if state == "RUNNING" else ""
-        times = (now, nodes, now - 600)
-
+        nodes = ""
+        if state == "RUNNING":
+            nodes = "n[1-2]"
+        number = "12"
         # Another job than the attempt's.
-        number = "13" if name == "queued_again" else "12"
-        row = (number, number, state, reason, *times, f"/x/{link.name}")
-        slurm.write("queue", "|".join(map(str, row)) + "\n")
+        if name == "queued_again":
+            number = "13"
+        # The columns that we ask squeue for: two numbers, state, reason, start, nodes, submission.
+        row = f"{number}|{number}|{state}|{reason}|{now}|{nodes}|{now - 600}|/x/{link.name}\n"
+        slurm.write("queue", row)
     if ranks:
         slurm.run_job(commands_of(ranks))
+
+    # While the ranks run the attempt has no end: they asked themselves.
     if name == "running":
-        text, values = ((slurm.folder / file).read_text() for file in ("text", "json"))
+        text = (slurm.folder / "text").read_text()
+        values = (slurm.folder / "json").read_text()
     else:
         text = slurm.call("launch/status.py", "runs/small", slurm=answers)
         values = slurm.call("launch/status.py", "runs/small", "--json", slurm=answers)
+    # NaN is no JSON: other programs could not read it.
     (run,) = json.loads(values, parse_constant=pytest.fail)
     shown = [f"{key}: {json.dumps(value_at(run, key))}" for key in KEYS]
     golden.text(f"status/{name}.txt", "\n".join([normal(text), *shown, ""]))
@@ -96,7 +104,9 @@ def test_status_shows(name, ranks, state, reason, slurm: FakeSlurm, golden: Gold
 
 def value_at(run, path: str):
     for key in path.split("/"):
-        run = None if run is None else run[key]
+        # A run that has not failed has no failure to look into.
+        if run is not None:
+            run = run[key]
     return run
 
 
@@ -131,13 +141,17 @@ FAIL 76|76|no|the training diverged
 
 @lines(ENDINGS)
 def test_the_end_of_the_ranks_decides(ranks, code, requeued, text, slurm: FakeSlurm):
-    ranks = re.sub(r"FAIL (\d+)", lambda found: FAILED.format(code=found[1]), ranks)
+    ranks = re.sub(r"FAIL (\d+)", lambda match: FAILED.format(code=match[1]), ranks)
     ranks = ranks.replace("KILLED", KILLED)
-    found = slurm.run_job(
-        ranks.replace("RECORDED", RECORDED + KILLED.replace("n2", "n[1-2]"))
-    )
-    assert str(found) == code or (code == "?" and found), slurm.log
+    # A rank wrote why it ended; what srun says of all nodes knows nothing better.
+    ranks = ranks.replace("RECORDED", RECORDED + KILLED.replace("n2", "n[1-2]"))
+    ended_with = slurm.run_job(ranks)
+    if code == "?":
+        assert ended_with != 0, slurm.log
+    else:
+        assert str(ended_with) == code, slurm.log
     assert slurm.is_requeued == (requeued == "yes"), slurm.log
+    # What status shows later agrees with what was done.
     assert read_attempts(slurm.run_folder)[-1].is_requeued == slurm.is_requeued
     assert text in slurm.log
 
@@ -145,13 +159,16 @@ def test_the_end_of_the_ranks_decides(ranks, code, requeued, text, slurm: FakeSl
 def test_ranks_are_started_on_all_nodes(slurm: FakeSlurm):
     slurm.run_job('echo "port $MASTER_PORT, attempt $VITSCALE_ATTEMPT"; exit 0')
     (srun,) = [line for line in slurm.calls if line.startswith("srun")]
+    # Otherwise ranks whose peer is gone would hold their nodes.
     assert "--kill-on-bad-exit=1" in srun
     assert f"_submit {slurm.run_folder}/slurm/" in srun
+    # By the attempt events are told apart; the port must be the same for all ranks.
     assert "attempt 12/0" in slurm.log
     assert "port ," not in slurm.log
 
 
 def test_ranks_are_started_on_as_many_nodes_as_the_batch_divides_over(slurm: FakeSlurm):
+    # SLURM gives 2 of 1 to 3 nodes: over their 4 tasks 6 images do not divide.
     free = ("launch.nodes=1-3", "launch.tasks_per_node=2", "data.global_batch=6")
     slurm.call("launch/slurm.py", "--config", "run.yaml", *free)
     slurm.run_job('echo "$SLURM_NTASKS tasks on $SLURM_NNODES"; exit 0')
@@ -160,22 +177,23 @@ def test_ranks_are_started_on_as_many_nodes_as_the_batch_divides_over(slurm: Fak
 
 
 def test_a_job_that_slurm_ends_is_left_alone(slurm: FakeSlurm):
+    # As after scancel: its owner does not want it to start again.
     assert slurm.run_job(FAILED.format(code=75), state="COMPLETING") == 75
     assert not slurm.is_requeued
 
 
 def test_a_job_is_requeued_where_python_does_not_start(slurm: FakeSlurm):
     script = (slurm.folder / "slurm/script").read_text()
-    slurm.write(
-        "script", script.replace("# setup\n", "# setup\nexport PYTHONHOME=/nowhere\n")
-    )
+    broken = script.replace("# setup\n", "# setup\nexport PYTHONHOME=/nowhere\n")
+    slurm.write("script", broken)
+    # Another start may be on a sound node; after a few in a row the fault is not the node's.
     for restart in range(4):
         assert slurm.run_job(KILLED, restart=restart) != 0
         assert slurm.is_requeued == (restart < 3), slurm.log
+
+    # The last line is the node of the last start.
     with (slurm.run_folder / "slurm/12/12.failed_starts").open("a") as file:
         file.write("n2\n")
     shown = slurm.call("launch/status.py", "runs/small")
-    assert (
-        "small: failed: Python did not start on n2, or was killed; log runs/small/"
-        in shown
-    )
+    failed = "small: failed: Python did not start on n2, or was killed; log runs/small/"
+    assert failed in shown

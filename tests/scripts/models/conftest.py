@@ -47,7 +47,8 @@ class Scripts:
         num_ranks: int = 1,
         code: int = 0,
     ) -> str:
-        start = self.folder / f"start-{len(list(self.folder.iterdir()))}"
+        # A folder for each start: logs are named by rank.
+        start = self.folder / f"start-{len([*self.folder.iterdir()])}"
         start.mkdir()
         command = [ROOT / f"finetune/{script}.py", *words]
         ranks = self.starter.start(command, num_ranks=num_ranks, folder=start)
@@ -66,6 +67,7 @@ class Scripts:
         metrics = {}
         for line in (run / "journal.jsonl").read_text().splitlines():
             for key, value in json.loads(line).items():
+                # Times and the state of the machine differ in every run.
                 if key in ("train/loss", "train/grad_norm") or key.startswith("val/"):
                     metrics.setdefault(key, []).append(value)
         return run, metrics
@@ -74,14 +76,15 @@ class Scripts:
 @pytest.fixture(scope="session")
 def scripts(warm_starter: WarmStarter, tmp_path_factory) -> Scripts:
     folder = tmp_path_factory.mktemp("scripts")
-    make_shard_folder(folder / "shards", lengths={"train": (20, 16), "test": (7, 5)})
+    shards = folder / "shards"
+    # 12 test images: no multiple of 8, so the last batch is padded.
+    make_shard_folder(shards, lengths={"train": (20, 16), "test": (7, 5)})
     images = folder / "images"
     images.mkdir()
     for number, extension in enumerate(("png", "jpg", "webp")):
-        (images / f"{number}.{extension}").write_bytes(
-            image_bytes(extension, seed=40 + number)
-        )
-    return Scripts(warm_starter, folder, folder / "shards", images)
+        content = image_bytes(extension, seed=40 + number)
+        (images / f"{number}.{extension}").write_bytes(content)
+    return Scripts(warm_starter, folder, shards, images)
 
 
 @pytest.fixture(scope="session")

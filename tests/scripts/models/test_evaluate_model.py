@@ -15,12 +15,14 @@ from tests.support.waiting import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+# Those on features, with a bank of training images that does not hold all of them.
 BANK = "{name: knn, k: 7, also_k: [100], max_bank_images: 300}, {name: few_shot, shots: [1, 5]}"
 LINEAR = "name: linear_heads, steps: 40, batch: 64, learning_rates: [0.001, 0.1]"
 FEATURES = f"{BANK}, {{{LINEAR}}}"
 BLOCKS = f"{BANK}, {{{LINEAR}, inputs: blocks}}"
 LOGITS = "{name: classification}, {name: confusion}"
 FILES = {"calibration.csv", "confusion.csv", "per_class.csv", "predictions.png"}
+# Steps enough to move the weights; without what is random in a forward pass.
 SHORT = """
     data.num_workers=0 data.mixing=null model.depth=4 model.dropout=0 model.drop_path=0
     optim.lr=0.003 schedule.steps=6 schedule.warmup_steps=0
@@ -47,9 +49,14 @@ def evaluate_run(
 ) -> str:
     """What rank 0 printed."""
     folder.mkdir(parents=True)
-    words = (f"init={init}", f"output={folder / 'out'}", "compute.device=cpu")
-    words += ("data.num_workers=0", "tracking.uri=null")
-    script = [ROOT / "finetune/evaluate_model.py", *words]
+    script = [
+        ROOT / "finetune/evaluate_model.py",
+        f"init={init}",
+        f"output={folder / 'out'}",
+        "compute.device=cpu",
+        "data.num_workers=0",
+        "tracking.uri=null",
+    ]
     ranks = runs.starter.start(script, num_ranks=num_ranks, folder=folder)
     assert set(wait_all(ranks)) == {0}, ranks[0].output()
     return ranks[0].output()
@@ -65,19 +72,27 @@ def supervised(fault_runs: FaultRuns, tmp_path_factory) -> Path:
 
 def check_outside(run: Path, folder: Path, *, prefix: str) -> dict[str, float]:
     """The results outside are those that the training logged; returns them."""
-    logged = [each for row in journal_rows(run) for each in row.items()]
-    of_weights = [
-        (k.removeprefix(prefix), v) for k, v in logged if k.startswith(prefix)
-    ]
+    logged = {}
+    for row in journal_rows(run):
+        for name, value in row.items():
+            metric = name.removeprefix(prefix)
+            if metric != name:
+                # Evaluated once, at the end.
+                assert metric not in logged
+                logged[metric] = value
     stored = json.loads((folder / "out/results.json").read_text())
     assert stored["data"]["images"] == 360
-    outside = [(row["metric"], row["value"]) for row in stored["results"]]
+    outside = {row["metric"]: row["value"] for row in stored["results"]}
+    # k-NN twice, few-shot twice with their spread, and linear heads with theirs.
     assert len(outside) >= 2 + 4 + 4
-    for (name, value), (metric, found) in zip(of_weights, outside, strict=True):
-        assert name == metric and value == pytest.approx(found, abs=TOLERANCE), name
-    return dict(outside)
+    # In the same order, too, in which tables show them.
+    assert [*outside] == [*logged]
+    for name, value in logged.items():
+        assert value == pytest.approx(outside[name], abs=TOLERANCE), name
+    return outside
 
 
+# Each objective has modules of its own that an evaluation leaves out; ZeRO 3 gathers the weights.
 @rows("[[name, stage], [mae, 0], [mae, 3], [masked, 3], [distillation, 3]]")
 def test_features_in_training_equal_those_outside(
     fault_runs: FaultRuns, supervised, tmp_path, name, stage
@@ -102,11 +117,11 @@ def test_the_average_is_the_same_on_one_rank_and_two(
 ):
     """Files agree with the table, and count every image once; the training writes the same."""
     tables = []
-    for ranks in (1, 2):
-        printed = evaluate_run(
-            fault_runs, tmp_path / str(ranks), supervised, num_ranks=ranks
-        )
-        metrics = check_outside(supervised, tmp_path / str(ranks), prefix="val/ema_")
+    for num_ranks in (1, 2):
+        folder = tmp_path / str(num_ranks)
+        printed = evaluate_run(fault_runs, folder, supervised, num_ranks=num_ranks)
+        metrics = check_outside(supervised, folder, prefix="val/ema_")
+        # The table is what follows the first empty line; it names the output.
         tables.append(printed.partition("\n\n")[2].replace("/1/", "/2/"))
     assert tables[0] == tables[1]
     assert "95 % interval" in tables[0]
@@ -115,10 +130,11 @@ def test_the_average_is_the_same_on_one_rank_and_two(
         images = Counter[str]()
         right = Counter[str]()
         for row in rows_of(files / "confusion.csv"):
-            images[row["class"]] += int(row["images"])
-            right[row["class"]] += int(row["images"]) * (
-                row["class"] == row["predicted"]
-            )
+            num = int(row["images"])
+            images[row["class"]] += num
+            if row["class"] == row["predicted"]:
+                right[row["class"]] += num
+        # 360 is no multiple of the batches of two ranks: what pads them must not count.
         assert images.total() == 360
         assert right.total() / 360 == pytest.approx(metrics["top1"], abs=TOLERANCE)
         for row in rows_of(files / "per_class.csv"):

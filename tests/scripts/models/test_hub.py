@@ -36,6 +36,8 @@ Files = dict[str, bytes]
 
 @dataclass
 class Hub:
+    """What a Hub holds, and what was asked of it."""
+
     environment: dict[str, str]
     repositories: dict[str, dict[str, Files]] = field(default_factory=dict)
     """By name and commit, the newest one last."""
@@ -51,10 +53,13 @@ class Hub:
         return commit
 
     def downloads(self) -> list[str]:
-        found = [
-            each for each in self.requests if each[:4] == "GET " and "/resolve/" in each
-        ]
-        return sorted(each.rpartition("/")[2] for each in found)
+        """Names of the files that were fetched, each as often as it was."""
+        names = []
+        for request in self.requests:
+            # HEAD asks whether the copy in the cache is still right.
+            if request.startswith("GET ") and "/resolve/" in request:
+                names.append(request.rpartition("/")[2])
+        return sorted(names)
 
 
 class Api(Answering):
@@ -64,80 +69,87 @@ class Api(Answering):
 
     def do_GET(self) -> None:
         """The id and the files of a commit, or one file."""
-        path, _ = self.asked()
-        owner, name, *path = path[2:] if path[0] == "api" else path
+        path, _ = self.received()
+        # api/models/OWNER/NAME/KIND/REVISION, and OWNER/NAME/resolve/REVISION/FILE.
+        if path[0] == "api":
+            del path[:2]
+        owner, name, *path = path
         commits = self.hub.repositories.get(f"{owner}/{name}")
+        # As the Hub answers: a private repository is not told from none.
         if commits is None:
             return self.say({}, 401, **{"X-Error-Code": "RepoNotFound"})
-        kind, revision, *rest = path or ["revision", "main"]
-        commit = [*commits][-1] if revision == "main" else revision
-        if commit not in commits:
+        kind, revision, *file = path or ["revision", "main"]
+        if revision == "main":
+            revision = [*commits][-1]
+        if revision not in commits:
             return self.say({}, 404, **{"X-Error-Code": "RevisionNotFound"})
-        files = commits[commit]
-        one = {"type": "file", "oid": "0"}
+        files = commits[revision]
         if kind == "revision":
-            return self.say({"id": f"{owner}/{name}", "sha": commit, "siblings": []})
+            return self.say({"id": f"{owner}/{name}", "sha": revision, "siblings": []})
         if kind == "tree":
-            return self.say(
-                [{**one, "path": n, "size": len(d)} for n, d in files.items()]
-            )
-        data = files["/".join(rest)]
+            entries = [
+                {"type": "file", "oid": "0", "path": path, "size": len(data)}
+                for path, data in files.items()
+            ]
+            return self.say(entries)
+        data = files["/".join(file)]
+        # By the tag the client names its copy in the cache.
         tag = hashlib.sha1(data).hexdigest()
-        self.answer(200, data, {"ETag": f'"{tag}"', "X-Repo-Commit": commit})
+        self.answer(200, data, {"ETag": f'"{tag}"', "X-Repo-Commit": revision})
 
     def do_PUT(self) -> None:
-        _, data = self.asked()
+        _, data = self.received()
         self.hub.large[hashlib.sha256(data).hexdigest()] = data
         self.say({})
 
     def do_POST(self) -> None:
         """Create a repository, say how files are sent, or commit them."""
-        (path, body) = self.asked()
+        path, body = self.received()
         url = self.hub.environment["HF_ENDPOINT"]
-        if (
-            self.headers["Authorization"]
-            != f"Bearer {self.hub.environment['HF_TOKEN']}"
-        ):
+        token = self.hub.environment["HF_TOKEN"]
+        if self.headers["Authorization"] != f"Bearer {token}":
             return self.say({}, 401)
         name = "/".join(path[2:4])
         kind = path[-2]
         if kind == "commit":
-            found = dict([*self.hub.repositories[name].values()][-1])
+            # What the newest commit has and this one does not name stays.
+            files = dict([*self.hub.repositories[name].values()][-1])
             for line in map(json.loads, body.splitlines()):
                 value = line["value"]
                 if line["key"] == "file":
-                    found[value["path"]] = base64.b64decode(value["content"])
+                    files[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
-                    found[value["path"]] = self.hub.large[value["oid"]]
+                    files[value["path"]] = self.hub.large[value["oid"]]
                 elif line["key"] == "deletedFile":
-                    del found[value["path"]]
-            commit = self.hub.commit(name, found)
-            return self.say(
-                {"commitUrl": f"{url}/{name}/commit/{commit}", "commitOid": commit}
-            )
-        asked = json.loads(body)
-        if kind == "repos":
-            assert asked.get("visibility") == "private" or asked["private"]
-            name = f"{asked['organization']}/{asked['name']}"
-            is_new = name not in self.hub.repositories
-            self.hub.repositories.setdefault(name, {"0" * 40: {}})
-            return self.say({"url": f"{url}/{name}"}, 200 if is_new else 409)
-        for each in asked.get("files", ()):  # of preupload
-            is_large = each["path"].endswith(".safetensors")
-            each |= {
-                "uploadMode": "lfs" if is_large else "regular",
-                "shouldIgnore": False,
-            }
-        for each in asked.get("objects", ()):  # of LFS
-            each["actions"] = {"upload": {"href": f"{url}/large"}}
-        self.say(asked)
+                    del files[value["path"]]
+            commit = self.hub.commit(name, files)
+            commit_url = f"{url}/{name}/commit/{commit}"
+            return self.say({"commitUrl": commit_url, "commitOid": commit})
 
-    def asked(self) -> tuple[list[str], bytes]:
+        request = json.loads(body)
+        if kind == "repos":
+            # Nothing becomes public without its owner's word.
+            assert request.get("visibility") == "private" or request["private"]
+            name = f"{request['organization']}/{request['name']}"
+            if name in self.hub.repositories:
+                return self.say({"url": f"{url}/{name}"}, 409)
+            self.hub.repositories[name] = {"0" * 40: {}}
+            return self.say({"url": f"{url}/{name}"})
+        for file in request.get("files", ()):  # of preupload
+            file["shouldIgnore"] = False
+            file["uploadMode"] = "regular"
+            if file["path"].endswith(".safetensors"):
+                file["uploadMode"] = "lfs"
+        for item in request.get("objects", ()):  # of LFS
+            item["actions"] = {"upload": {"href": f"{url}/large"}}
+        self.say(request)
+
+    def received(self) -> tuple[list[str], bytes]:
+        """The parts of the path, and the body."""
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
-        return path.strip("/").split("/"), self.rfile.read(
-            int(self.headers["Content-Length"] or 0)
-        )
+        length = int(self.headers["Content-Length"] or 0)
+        return path.strip("/").split("/"), self.rfile.read(length)
 
     def say(self, content, status: int = 200, **headers: str) -> None:
         self.answer(status, json.dumps(content).encode(), headers)
@@ -146,18 +158,21 @@ class Api(Answering):
 @pytest.fixture
 def hub(scripts: Scripts, tmp_path) -> Iterator[Hub]:
     """An empty one, which this process and the scripts use, with a token."""
-    cache = str(tmp_path / "home")
-    found = Hub(
-        {"HF_HOME": cache, "HF_TOKEN": "hf_of_tests", "HF_HUB_DISABLE_XET": "1"}
-    )
-    with listening(type("OfHub", (Api,), {"hub": found})) as url:
-        found.environment["HF_ENDPOINT"] = url
+    environment = {
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_TOKEN": "hf_of_tests",
+        # The newer way to send large files has a server of its own.
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    hub = Hub(environment)
+    with listening(type("OfHub", (Api,), {"hub": hub})) as url:
+        environment["HF_ENDPOINT"] = url
         with (
-            mock.patch.dict(os.environ, found.environment),
-            mock.patch.dict(scripts.starter.environment, found.environment),
+            mock.patch.dict(os.environ, environment),
+            mock.patch.dict(scripts.starter.environment, environment),
         ):
             importlib.reload(constants)  # it reads the environment once
-            yield found
+            yield hub
     importlib.reload(constants)
 
 
@@ -165,43 +180,43 @@ def test_what_is_pushed_comes_back_in_equal_bits(
     scripts: Scripts, from_npz: Run, hub: Hub, tmp_path
 ):
     """A training fetches it once for two ranks, and when it resumes keeps what it started from."""
-    hub.commit(
-        "own/Tiny", {"preprocessor_config.json": b"of an earlier push", "mine.txt": b""}
-    )
+    # Of an earlier push in another format, and a file of the owner's.
+    before = {"preprocessor_config.json": b"of an earlier push", "mine.txt": b""}
+    hub.commit("own/Tiny", before)
+    run, _ = from_npz
     exported = tmp_path / "exported"
-    words = (f"init={from_npz[0]}", "--to", "timm", "--push", "own/Tiny", exported)
+    words = (f"init={run}", "--to", "timm", "--push", "own/Tiny", exported)
     commit = scripts.run("export", *words).rpartition(f"pushed {HF}@")[2].strip()
     files = hub.repositories["own/Tiny"][commit]
     assert {*files} == {"README.md", "config.json", "model.safetensors", "mine.txt"}
     assert [*hub.large.values()] == [files["model.safetensors"]]
+
+    # How to load it, with timm and with us, what it was trained on, and how good it is.
     card = files["README.md"].decode()
-    for part in (
-        "hf-hub:own/Tiny",
-        f'load_model("{HF}")',
-        str(scripts.shards),
-        "| val/top1 |",
-    ):
-        assert part in card
+    assert "hf-hub:own/Tiny" in card
+    assert f'load_model("{HF}")' in card
+    assert str(scripts.shards) in card
+    assert "| val/top1 |" in card
     assert "the average of the weights (val/ema" not in card
-    own = load_model(from_npz[0])
+
+    own = load_model(run)
     pixels = torch.rand(2, 3, 12, 12)
     with torch.no_grad():
         assert torch.equal(load_model(HF)(pixels), own(pixels))
         theirs = timm.create_model("hf-hub:own/Tiny", pretrained=True).eval()
         assert torch.allclose(theirs(pixels), own(pixels), atol=1e-5)
+
+    # With an empty cache, and then from what the run itself has kept.
+    from_hub = ("of-hub", f"init={HF}", "keep_head=true")
+    from_folder = ("of-folder", f"init={exported}", "keep_head=true")
     with mock.patch.dict(scripts.starter.environment, HF_HOME=str(tmp_path / "empty")):
         hub.requests.clear()
-        _, metrics = scripts.finetune(
-            "of-hub", f"init={HF}", "keep_head=true", num_ranks=2
-        )
+        _, metrics = scripts.finetune(*from_hub, num_ranks=2)
         assert hub.downloads() == ["config.json", "model.safetensors"]
-        words = (f"init={exported}", "keep_head=true")
-        assert scripts.finetune("of-folder", *words, num_ranks=2)[1] == metrics
+        assert scripts.finetune(*from_folder, num_ranks=2)[1] == metrics
         hub.commit("own/Tiny", {"README.md": b"no weights any more"})
         hub.requests.clear()
-        run, _ = scripts.finetune(
-            "of-hub", f"init={HF}", "keep_head=true", "schedule.steps=3"
-        )
+        run, _ = scripts.finetune(*from_hub, "schedule.steps=3")
     record = read_record(run)
     assert not hub.requests
     assert record is not None
@@ -218,48 +233,54 @@ def test_published_weights_are_fine_tuned_by_their_name_alone(
     scripts: Scripts, hub: Hub, tmp_path: Path
 ) -> None:
     """Model, image size and pixels are those that the repository states."""
+    # No value is a default, which would be right by chance.
     pixels = {"mean": (0.1, 0.2, 0.3), "eval_interpolation": "bicubic"}
     model = small_model(num_classes=9, preprocessing=pixels, gelu="erf")
-    export(model, "timm", tmp_path / "out")
     commit = hub.commit(
-        "timm/tiny.in9", {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+        "timm/tiny.in9", files_of(export(model, "timm", tmp_path / "out"))
     )
     words = ("init=timm/tiny.in9", f"data.path={scripts.shards}", *OWN)
-    printed = scripts.run(
-        "main", "--config", "own", *words, f"output={tmp_path / 'run'}"
-    )
+    run = tmp_path / "run"
+    printed = scripts.run("main", "--config", "own", *words, f"output={run}")
     assert "init=hf://timm/tiny.in9: model." in printed
-    assert "the head is new" in printed and "warning: this run has" not in printed
-    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert "the head is new" in printed
+    assert "warning: this run has" not in printed
+    config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["init"] == "hf://timm/tiny.in9"
     assert config["data"]["mean"] == list(pixels["mean"])
     assert config["data"]["interpolation"] == "bicubic"
-    assert (config["model"]["width"], config["model"]["image_size"]) == (24, 16)
-    record = read_record(tmp_path / "run")
+    assert config["model"]["width"] == 24
+    assert config["model"]["image_size"] == 16
+    record = read_record(run)
     assert record is not None
     assert record.tags["vitscale.init"] == f"hf://timm/tiny.in9@{commit}"
     # What the run is told to be is what it is.
     note = record.note
-    assert "digits" not in note and f"images of {scripts.shards}, 3 classes" in note
+    assert "digits" not in note
+    assert f"images of {scripts.shards}, 3 classes" in note
     command = note.partition("**Command:** ")[2].partition("\n")[0]
     assert shlex.split(command)[:4] == ["vitscale", "finetune", "own", words[0]]
+
+
+def files_of(folder: Path) -> Files:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_ranks_fetch_once_and_nothing_that_runs(
     scripts: Scripts, hub: Hub, tmp_path, monkeypatch
 ):
     """Later, without a hub, what was fetched is used."""
-    scripts.run("export", f"init={NPZ}", "--to", "safetensors", tmp_path / "out")
-    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    commit = hub.commit(
-        "own/Tiny", files | {"pytorch_model.bin": b"pickle", "model.py": b""}
-    )
+    exported = tmp_path / "out"
+    scripts.run("export", f"init={NPZ}", "--to", "safetensors", exported)
+    # Pickle and Python would run on whoever loads them.
+    programs = {"pytorch_model.bin": b"pickle", "model.py": b""}
+    commit = hub.commit("own/Tiny", files_of(exported) | programs)
     words = ("compute.device=cpu", "num_workers=0", scripts.images)
-    expected = scripts.run("predict", f"init={tmp_path / 'out'}", *words)
+    expected = scripts.run("predict", f"init={exported}", *words)
     # The first line names the model.
     predictions = expected.partition("\n")[2]
-    said = scripts.run("predict", f"init={HF}", *words, num_ranks=2)
-    assert said.endswith(predictions)
+    printed = scripts.run("predict", f"init={HF}", *words, num_ranks=2)
+    assert printed.endswith(predictions)
     assert hub.downloads() == ["model.safetensors", "vitscale.json"]
     assert hub.requests.count("GET /api/models/own/Tiny/revision/main") == 1
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -268,30 +289,34 @@ def test_ranks_fetch_once_and_nothing_that_runs(
 
 def test_bad_input_is_one_error(hub: Hub, scripts: Scripts, tmp_path, monkeypatch):
     hub.commit("own/Tiny", {"pytorch_model.bin": b"pickle", "config.json": b"{}"})
-    for init, what in {
+    # What is fetched: the name, the repository, its commit, its content.
+    messages = {
         "hf://tiny": "'tiny' is not OWNER/NAME",
         "hf://own/../tiny": "'own/../tiny' is not OWNER/NAME",
         "hf://own/other": "no such repository",
         f"{HF}@v2": "no such revision",
         HF: "has no supported weights",
-    }.items():
-        with refused(f"init={init}: {what}(?s:.*)next: "):
+    }
+    for init, message in messages.items():
+        with refused(f"init={init}: {message}(?s:.*)next: "):
             open_model(init)
-    words = (f"init={NPZ}", "--to", "safetensors")
-    for name, token, what in yaml.safe_load("""
+
+    # What is pushed: the name, no token, one that the Hub does not know.
+    words = (f"init={NPZ}", "--to", "safetensors", "--push")
+    for name, token, message in yaml.safe_load("""
     - [tiny, x, "'tiny' is not OWNER/NAME"]
     - [own/Tiny, "", no token that allows it]
     - [own/Tiny, wrong, no token that allows it]
     """):
+        output = tmp_path / f"out{token}"
         with mock.patch.dict(scripts.starter.environment, HF_TOKEN=token):
-            printed = scripts.run(
-                "export", *words, "--push", name, tmp_path / f"out{token}", code=2
-            )
-        assert f"push={name}: {what}\n  next: " in printed
+            printed = scripts.run("export", *words, name, output, code=2)
+        assert f"push={name}: {message}\n  next: " in printed
         assert "Traceback" not in printed
 
         # Else before any work.
-        assert (tmp_path / f"out{token}").exists() == (token == "wrong")
+        assert output.exists() == (token == "wrong")
+    # An outage is of storage, after which a job may be started again.
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(StorageError, match="127.0.0.1:9 cannot be used"):
         open_model("hf://own/another")

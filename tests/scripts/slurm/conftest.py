@@ -112,10 +112,12 @@ class SlurmCluster:
 
     def kill_node(self, name: str) -> None:
         """End everything of a node at once, as a loss of power does."""
+        # The daemon first: it would tell the controller how its tasks ended.
         self.kill(name)
         for process, _ in self.processes(SLURMD_NODENAME=name):
             with suppress(psutil.Error):
                 parent = process.parent()
+                # The daemons of steps have no such variable.
                 if parent is not None and parent.name() == "slurmstepd":
                     parent.kill()
                 process.kill()
@@ -124,12 +126,14 @@ class SlurmCluster:
         self, **variables: str
     ) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
         """All that runs in this cluster with these variables, and its environment."""
-        variables |= {"SLURM_CONF": self.environment["SLURM_CONF"]}
+        variables["SLURM_CONF"] = self.environment["SLURM_CONF"]
         for process in psutil.process_iter():
+            # A process may end while it is looked at.
             with suppress(psutil.Error):
-                own = process.environ()
-                if variables.items() <= own.items() and process.status() != "zombie":
-                    yield process, own
+                environment = process.environ()
+                is_ours = variables.items() <= environment.items()
+                if is_ours and process.status() != "zombie":
+                    yield process, environment
 
     def kill(self, daemon: str) -> None:
         self.daemons[daemon].kill()
@@ -141,32 +145,36 @@ class SlurmCluster:
         It is in the foreground, as a child process that is easy to end. without: a folder that is
         empty on this node.
         """
-        name = "slurmd" if daemon in NODES else daemon
-
-        # A controller without saved state ends, but for -i.
-        options = {
+        if daemon in NODES:
+            command = [str(_program("slurmd")), "-D", "-N", daemon]
+        elif daemon == "slurmctld":
+            # A controller without saved state ends, but for -i.
+            command = [str(_program(daemon)), "-D", "-i"]
+        else:
             # --force: the folder's parents may be writable by others; the key itself is not.
-            "munged": ("-F", "--force", *self._munge_files()),
-            "slurmctld": ("-D", "-i"),
-            "slurmd": ("-D", "-N", daemon),
-        }[name]
-        command = [str(_program(name)), *map(str, options)]
+            command = [str(_program(daemon)), "-F", "--force", *self._munge_files()]
+        # Hidden in its own mount namespace, which all that it starts inherits.
         if without is not None:
             hide = f"mount -t tmpfs none {shlex.quote(str(without))} && exec {shlex.join(command)}"
             command = ["unshare", "--mount", "sh", "-c", hide]
         with open(self.folder / f"{daemon}-output.log", "ab") as output:
             self.daemons[daemon] = subprocess.Popen(
-                command, env=self.environment, stdout=output, stderr=output
+                command,
+                env=self.environment,
+                stdout=output,
+                stderr=output,
             )
 
     def _munge_files(self) -> Iterator[str]:
-        files = {"socket": "socket", "key-file": "key", "pid-file": "pid"}
-        files |= {"seed-file": "seed", "log-file": "log"}
-        for option, name in files.items():
-            yield f"--{option}={self.folder}/munge/{name}"
+        """Each would otherwise be the file of a munge that runs on this machine."""
+        munge = self.folder / "munge"
+        yield f"--socket={munge}/socket"
+        for name in ("key", "pid", "seed", "log"):
+            yield f"--{name}-file={munge}/{name}"
 
     def num_idle(self) -> int:
         words = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
+        # Of a controller that does not answer yet, no node is idle.
         answer = subprocess.run(
             words, env=self.environment, capture_output=True, text=True
         )
@@ -175,9 +183,10 @@ class SlurmCluster:
         return sum(line.endswith(" idle") for line in set(answer.stdout.splitlines()))
 
     def await_idle(self) -> None:
-        wait_until(
-            lambda: self.num_idle() == len(NODES), else_say=self.logs, every_s=0.2
-        )
+        def are_idle() -> bool:
+            return self.num_idle() == len(NODES)
+
+        wait_until(are_idle, else_say=self.logs, every_s=0.2)
 
     def logs(self) -> str:
         parts = []
@@ -194,14 +203,14 @@ def _program(name: str) -> str | None:
 
 def _write_configuration(folder: Path, *, more: str) -> Path:
     host = socket.gethostname().split(".")[0]
+    # A port that is free twice in a row may be given twice.
     ports = set()
     while len(ports) <= len(NODES):
         ports.add(free_port())
     ctld_port, *node_ports = ports
-    nodes = [
-        NODE.format(name=name, host=host, port=port)
-        for name, port in zip(NODES, node_ports, strict=True)
-    ]
+    nodes = []
+    for name, port in zip(NODES, node_ports, strict=True):
+        nodes.append(NODE.format(name=name, host=host, port=port))
     path = folder / "slurm.conf"
     text = CONFIGURATION.format(
         folder=folder,
@@ -221,22 +230,28 @@ def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
 
     more: lines added to slurm.conf. Skips the test where programs are missing.
     """
-    if missing := [name for name in DAEMONS if _program(name) is None]:
+    missing = [name for name in DAEMONS if _program(name) is None]
+    if missing:
         names = ", ".join(missing)
-        skip_or_fail(
-            f"no {names} here (Debian, Ubuntu: apt-get install slurm-wlm munge)"
-        )
+        install = "Debian, Ubuntu: apt-get install slurm-wlm munge"
+        skip_or_fail(f"no {names} here ({install})")
 
     # Short, since the munge socket's path must stay below 108 characters.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)
     munge = folder / "munge"
-    for each in (munge, folder / "state"):
-        each.mkdir(mode=0o755)
+    munge.mkdir(mode=0o755)
+    (folder / "state").mkdir(mode=0o755)
+    # munged refuses a key that others can read, and one that is short.
     key = munge / "key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(128))
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    # These tests may themselves run in a job, whose variables sbatch would take for options.
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SLURM")
+    }
     environment["SLURM_CONF"] = str(_write_configuration(folder, more=more))
     cluster = SlurmCluster(folder=folder, environment=environment)
     cluster.start("munged")
@@ -252,13 +267,13 @@ def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
             cluster.run(["scancel", f"--user={pwd.getpwuid(os.getuid()).pw_name}"])
             cluster.await_idle()
     finally:
+        # The nodes before the controller, and all before munged, which they sign messages with.
         for daemon in reversed(cluster.daemons.values()):
             daemon.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 daemon.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+            daemon.kill()
+            daemon.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -311,6 +326,7 @@ def submit(
 
     The submitted function takes changes of LAUNCH.
     """
+    # In this process, so that a test can patch what is submitted.
     for name in ("PATH", "SLURM_CONF"):
         monkeypatch.setenv(name, slurm.environment[name])
     folder = tmp_path / "slurm"

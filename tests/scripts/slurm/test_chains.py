@@ -12,6 +12,7 @@ from tests.support.runs import TINY
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED")
+# One run of each stage that a chain can have; the shards are an array of two tasks.
 DATA = """\
 stage: data_prep
 output: shards
@@ -35,6 +36,7 @@ evaluate: [{name: classification}]
 tracking: {uri: null}
 launch: {timeout_min: 10}
 """
+# The test decides by two files when the first stage begins, and whether the second one fails.
 CHAIN = """\
 stage: chain
 name: small
@@ -52,10 +54,10 @@ stages:
     sweep: {optim.lr: [0.01, 0.001]}
   - {name: evaluate, config: evaluate.yaml, inputs: {data.path: shards, init: finetune}}
 """
-RUNS = [
-    *"shards pretrain finetune/lr-0.01 finetune/lr-0.001".split(),
-    *("evaluate/lr-0.01", "evaluate/lr-0.001"),
-]
+# A sweep goes on: each evaluation is of one of its runs.
+RUNS = """
+shards pretrain finetune/lr-0.01 finetune/lr-0.001 evaluate/lr-0.01 evaluate/lr-0.001
+""".split()
 
 
 def write_inputs(folder: Path) -> None:
@@ -79,34 +81,43 @@ def test_a_chain_continues_after_a_failure(slurm, tmp_path):
         output = slurm.script("launch/slurm.py", "--config", "chain.yaml", cwd=tmp_path)
         return dict(re.findall(r"submitted (\S+): job (\d+)", output)), output
 
-    def logs(run):
-        return "\n".join(
-            p.read_text() for p in tmp_path.glob(f"runs/small/{run}/**/*.out")
-        )
+    def state_of(job_id):
+        return slurm.wait(job_id, states=ENDED)["JobState"]
+
+    def logs():
+        paths = sorted(tmp_path.glob("runs/small/**/*.out"))
+        return "\n".join(path.read_text() for path in paths)
 
     first, output = chain()
-    assert list(first) == RUNS, output
+    assert [*first] == RUNS, output
+    # Again while they wait: jobs that have not ended are kept.
     _, output = chain()
-    assert "submitted" not in output and output.count("kept ") == 6, output
-    (tmp_path / "begin").touch()
-    assert slurm.wait(first["pretrain"], states=ENDED)["JobState"] == "FAILED"
-    for run in RUNS[2:]:
-        assert slurm.wait(first[run], states=ENDED)["JobState"] == "CANCELLED"
-    shown = slurm.script("launch/status.py", "runs/small", cwd=tmp_path)
-    told = "not started: job N was cancelled, since a job that it needs failed"
-    assert re.sub(r"job \d+", "job N", shown).count(told) == len(RUNS[2:]), shown
-    made = (tmp_path / "shards/manifest.json").stat().st_mtime_ns
+    assert "submitted" not in output, output
+    assert output.count("kept ") == 6, output
 
+    # The failure of one cancels all that need it, also those that need it by another.
+    (tmp_path / "begin").touch()
+    assert state_of(first["pretrain"]) == "FAILED"
+    for run in RUNS[2:]:
+        assert state_of(first[run]) == "CANCELLED"
+    shown = slurm.script("launch/status.py", "runs/small", cwd=tmp_path)
+    shown = re.sub(r"job \d+", "job N", shown)
+    told = "not started: job N was cancelled, since a job that it needs failed"
+    assert shown.count(told) == len(RUNS[2:]), shown
+    manifest = tmp_path / "shards/manifest.json"
+    made_at = manifest.stat().st_mtime_ns
+
+    # What is done is not done again.
     (tmp_path / "allowed").touch()
     second, output = chain()
-    assert list(second) == RUNS[1:] and "skipped   shards: done" in output, output
-    for lr in ("0.01", "0.001"):
-        ended = slurm.wait(second[f"evaluate/lr-{lr}"], states=ENDED)
-        assert ended["JobState"] == "COMPLETED", [*map(logs, RUNS)]
-        results = json.loads(
-            (tmp_path / f"runs/small/evaluate/lr-{lr}/results.json").read_text()
-        )
-        assert f"finetune/lr-{lr}" in results["model"]["source"]
-    assert (tmp_path / "shards/manifest.json").stat().st_mtime_ns == made
+    assert [*second] == RUNS[1:], output
+    assert "skipped   shards: done" in output, output
+    for rate in ("lr-0.01", "lr-0.001"):
+        assert state_of(second[f"evaluate/{rate}"]) == "COMPLETED", logs()
+        path = tmp_path / f"runs/small/evaluate/{rate}/results.json"
+        results = json.loads(path.read_text())
+        assert f"finetune/{rate}" in results["model"]["source"]
+    assert manifest.stat().st_mtime_ns == made_at
     third, output = chain()
-    assert not third and "compare  vitscale compare runs/small" in output, output
+    assert not third, output
+    assert "compare  vitscale compare runs/small" in output, output

@@ -13,9 +13,13 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 NUM_TASKS = 4
 NUM_SHARDS = 24
 SETTINGS = (
-    "--config", ROOT / "configs/data/image_folder.yaml", "source.path=images",
-    "source.holdout_fraction=0", f"shards.min_shards={NUM_SHARDS}", "images.max_bad_fraction=0.2",
-)  # fmt: skip
+    "--config",
+    ROOT / "configs/data/image_folder.yaml",
+    "source.path=images",
+    "source.holdout_fraction=0",
+    f"shards.min_shards={NUM_SHARDS}",
+    "images.max_bad_fraction=0.2",
+)
 
 
 def write_corpus(folder: Path) -> None:
@@ -28,9 +32,8 @@ def write_corpus(folder: Path) -> None:
         (folder / label).mkdir(parents=True)
         for number in range(80):
             path = folder / label / f"{number}.jpg"
-            Image.fromarray(
-                random.integers(0, 256, (800, 800, 3), dtype=np.uint8)
-            ).save(path)
+            pixels = random.integers(0, 256, (800, 800, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(path)
             if number % 20 == 7:
                 path.write_bytes(path.read_bytes()[:1000])
 
@@ -38,19 +41,24 @@ def write_corpus(folder: Path) -> None:
 def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path):
     write_corpus(tmp_path / "images")
     output = slurm.script(
-        "launch/slurm.py", *SETTINGS, "output=shards", f"launch.num_tasks={NUM_TASKS}",
-        "launch.cpus_per_task=2", "launch.timeout_min=10", "num_workers=1",
+        "launch/slurm.py",
+        *SETTINGS,
+        "output=shards",
+        f"launch.num_tasks={NUM_TASKS}",
+        "launch.cpus_per_task=2",
+        "launch.timeout_min=10",
+        "num_workers=1",
         cwd=tmp_path,
-    )  # fmt: skip
-    found = re.search(r"submitted array (\d+): data_prep-shards, 4 task\(s\)", output)
-    assert found, output
-    array = found[1]
-    logs = tmp_path / f"runs/data_prep-shards/slurm/{found[1]}"
+    )
+    match = re.search(r"submitted array (\d+): data_prep-shards, 4 task\(s\)", output)
+    assert match, output
+    array = match[1]
+    logs = tmp_path / f"runs/data_prep-shards/slurm/{array}"
     assert f"{logs}/{array}_TASK_0_log.out, TASK from 0 to 3" in output
 
     # All tasks are working, each in one process, which handles signals by then.
-    scratch = tmp_path / ".shards.preparing" / "tmp"
-    wait_until(lambda: len(list(scratch.glob("*"))) == NUM_TASKS)
+    scratch = tmp_path / ".shards.preparing/tmp"
+    wait_until(lambda: len([*scratch.glob("*")]) == NUM_TASKS)
 
     # As at the time limit; and as SLURM does for a preemption.
     slurm.run(["scancel", "--signal=USR2", f"{array}_0"])
@@ -59,25 +67,22 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path):
     assert not (tmp_path / "shards").exists()
 
     # Meanwhile: SLURM delays a requeued job.
-    slurm.script(
-        "data_prep/make_shards.py", *SETTINGS, "output=alone", "num_workers=2",
-        cwd=tmp_path,
-    )  # fmt: skip
+    alone = ("output=alone", "num_workers=2")
+    slurm.script("data_prep/make_shards.py", *SETTINGS, *alone, cwd=tmp_path)
+
     states = ["COMPLETED", "FAILED", "CANCELLED"]
-    ended = [slurm.wait(f"{array}_{task}", states=states) for task in range(NUM_TASKS)]
-    texts = [
-        (logs / f"{array}_{task}_0_log.out").read_text() for task in range(NUM_TASKS)
-    ]
-    found = [task["JobState"] for task in ended]
-    assert found == "COMPLETED COMPLETED CANCELLED COMPLETED".split(), "\n".join(texts)
+    ended = []
+    texts = []
+    for task in range(NUM_TASKS):
+        ended.append(slurm.wait(f"{array}_{task}", states=states))
+        texts.append((logs / f"{array}_{task}_0_log.out").read_text())
+    job_states = [task["JobState"] for task in ended]
+    expected = "COMPLETED COMPLETED CANCELLED COMPLETED".split()
+    assert job_states == expected, "\n".join(texts)
     assert {task["NodeList"] for task in ended} == {"n1", "n2"}
     assert [task["Restarts"] for task in ended] == "1 1 0 0".split(), "\n".join(texts)
-    assert ["stopped by a signal" in text for text in texts] == [
-        True,
-        True,
-        True,
-        False,
-    ]
+    were_stopped = ["stopped by a signal" in text for text in texts]
+    assert were_stopped == [True, True, True, False]
     assert f"requeueing job {array}_0 (1 of" in texts[0]
 
     # SLURM requeues one and cancels the other.
@@ -85,10 +90,8 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path):
         assert f"SLURM is ending job {array}_{task}" in texts[task]
 
     # Each is the only rank of its job: otherwise it would leave its errors to rank 0.
-    assert all(
-        "data_prep/make_shards.py: 1 process(es), settings in " in text
-        for text in texts
-    )
+    started = "data_prep/make_shards.py: 1 process(es), settings in "
+    assert all(started in text for text in texts)
 
     # Every process of a task gets the signal, and none reports it as a failure.
     assert not [text for text in texts if "Traceback" in text or "died" in text]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from launch.jobs.attempts import read_attempts
+from tests.support.ranks.run_states import journal_rows
 from tests.support.waiting import ROOT, wait_until
 from vitscale.runs.launching import LaunchSettings
 
@@ -14,6 +15,7 @@ LAUNCH = LaunchSettings(nodes=2, tasks_per_node=1, timeout_min=5, signal_delay_s
 
 
 def test_tasks_on_two_nodes_form_a_process_group(slurm, submit, tmp_path):
+    # torch's own rendezvous, by the variables alone: 1 + 2 shows that both ranks were in it.
     job = submit("""
         import json, os, sys, pathlib
         import torch.distributed as dist
@@ -29,25 +31,27 @@ def test_tasks_on_two_nodes_form_a_process_group(slurm, submit, tmp_path):
         dist.destroy_process_group()
     """)
     ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"])
-    assert ended["JobState"] == "COMPLETED", (
-        job.log(0).read_text() + job.log(1).read_text()
-    )
-    seen = [
-        json.loads((tmp_path / f"slurm/seen-{rank}.json").read_text())
-        for rank in range(2)
-    ]
+    logs = job.log(0).read_text() + job.log(1).read_text()
+    assert ended["JobState"] == "COMPLETED", logs
+    seen = []
+    for rank in range(2):
+        path = tmp_path / f"slurm/seen-{rank}.json"
+        seen.append(json.loads(path.read_text()))
 
     # n1 is not a host name: the address comes from SLURM.
     equal = {
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": seen[0]["MASTER_PORT"],
         "total": 3.0,
     }
-    equal |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": seen[0]["MASTER_PORT"]}
-    assert [task | equal for task in seen] == seen
-    assert [task["RANK"] for task in seen] == ["0", "1"]
-    assert {task["SLURMD_NODENAME"] for task in seen} == {"n1", "n2"}
+    for rank, task in enumerate(seen):
+        assert task.pop("RANK") == str(rank)
+    nodes = {task.pop("SLURMD_NODENAME") for task in seen}
+    assert nodes == {"n1", "n2"}
+    assert seen == [equal, equal]
 
 
 def test_a_failed_rank_ends_the_job_and_the_others(slurm, submit):
@@ -60,21 +64,20 @@ def test_a_failed_rank_ends_the_job_and_the_others(slurm, submit):
 
     # srun's own code is the highest of all tasks: that of the one that was ended.
     ended = slurm.wait(job.job_id, states=["FAILED"])
-    assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0"), job.log(
-        0
-    ).read_text()
+    log = job.log(0).read_text()
+    assert ended["ExitCode"] == "2:0", log
+    # Bad input is the same after a restart.
+    assert ended["Restarts"] == "0", log
 
 
 def test_only_the_settings_reach_slurm_and_unchanged(
     slurm, submit, tmp_path, monkeypatch
 ):
     # As if submitted inside another job.
-    for name, value in {
-        "SLURM_JOB_ID": "1",
-        "SLURM_NTASKS": "7",
-        "SBATCH_ARRAY_INX": "0-3",
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "7")
+    monkeypatch.setenv("SBATCH_ARRAY_INX", "0-3")
+    # Every character that a shell or a line of #SBATCH could take for its own.
     comment = 'it\'s $(touch canary) `touch canary`; "quoted" # é'
     job = submit(
         """
@@ -95,7 +98,8 @@ def test_only_the_settings_reach_slurm_and_unchanged(
     assert ended["JobState"] == "COMPLETED"
     assert ended["NumTasks"] == "2"
     assert "Killed" not in job.log(0).read_text()
-    assert not list(tmp_path.rglob("canary"))
+    # No shell has run the comment.
+    assert not [*tmp_path.rglob("canary")]
 
 
 @pytest.mark.slow
@@ -103,19 +107,30 @@ def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards, tmp_path):
     """Two, one and two again: each step has the samples that a single process takes."""
 
     def losses(name):
-        path = tmp_path / f"runs/{name}/journal.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        rows = journal_rows(tmp_path / "runs" / name)
         return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
     def start(script, name, *more):
-        settings = (
-            "--config", ROOT / "configs/digits/pretrain.yaml", f"name={name}",
-            f"data.path={digits_shards}", "data.val_split=null", "evaluate=[]", "tracking.uri=null",
-            "tracking.log_every_steps=1", "schedule.epochs=null", "schedule.decay=constant",
-            "schedule.final_lr=0", "schedule.warmup_steps=2", "model.drop_path=0",
-        )  # fmt: skip
-        return slurm.script(script, *settings, *more, cwd=tmp_path)
+        return slurm.script(
+            script,
+            "--config",
+            ROOT / "configs/digits/pretrain.yaml",
+            f"name={name}",
+            f"data.path={digits_shards}",
+            "data.val_split=null",
+            "evaluate=[]",
+            "tracking.uri=null",
+            "tracking.log_every_steps=1",
+            # A rate that does not depend on the number of steps, which only the end decides.
+            "schedule.epochs=null",
+            "schedule.decay=constant",
+            "schedule.final_lr=0",
+            "schedule.warmup_steps=2",
+            # Drawn for each rank, so another number of ranks draws something else.
+            "model.drop_path=0",
+            *more,
+            cwd=tmp_path,
+        )
 
     def wait_for_steps(*, restarts):
         before = max(losses("free"), default=0)
@@ -130,6 +145,7 @@ def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards, tmp_path):
     output = start("launch/slurm.py", "free", "schedule.steps=10000", *launch)
     job_id = output.partition("submitted job ")[2].partition(":")[0]
     try:
+        # Each signal requeues the job: first with one node, then with both again.
         for restarts, state in enumerate(("drain", "resume")):
             wait_for_steps(restarts=restarts)
             slurm.run(
@@ -146,11 +162,7 @@ def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards, tmp_path):
     assert "CPU threads per rank: 1\n" in log.read_text()
     attempts = read_attempts(tmp_path / "runs/free")
     assert [len(attempt.nodes) for attempt in attempts] == [2, 1, 2]
-    start(
-        "launch/local.py",
-        "alone",
-        f"schedule.steps={max(losses('free'))}",
-        "--num-procs",
-        1,
-    )
+    # One process with the same global batch: level R3 of docs/reliability.md.
+    steps = f"schedule.steps={max(losses('free'))}"
+    start("launch/local.py", "alone", steps, "--num-procs", 1)
     assert losses("free") == pytest.approx(losses("alone"), rel=1e-5)

@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 LAUNCH = LaunchSettings(nodes=2, tasks_per_node=1, timeout_min=5, signal_delay_s=30)
 FINAL_STATES = "COMPLETED FAILED TIMEOUT CANCELLED NODE_FAIL".split()
 
+# Stand-ins for stages: each says that it runs, and in which attempt.
 BEGINNING = """
     import os, pathlib, signal, sys, time
     run = pathlib.Path(sys.argv[2]).parent.parent
@@ -72,19 +73,17 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path):
     job = submit(CRASHING)
     ended = slurm.wait(job.job_id, states=["FAILED", "COMPLETED"])
     log = job.log(0).read_text()
-    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "3"), log
+    check_ended(ended, "FAILED", restarts=3, log=log)
     attempts = read_attempts(tmp_path)
 
     # The first one's checkpoint counts as progress, so it is not fruitless.
     assert [attempt.checkpoint_step for attempt in attempts] == [10] * 4
-    blamed = {(attempt.kind, attempt.failed_node) for attempt in attempts}
-    assert blamed == {(FailureKind.KILLED, "n2")}
-    reason = "rank 1 on n2 was ended by SIGKILL (Killed)"
+    for attempt in attempts:
+        assert attempt.kind is FailureKind.KILLED
+        assert attempt.failed_node == "n2"
+    reason = re.escape("rank 1 on n2 was ended by SIGKILL (Killed)")
     assert "3 restarts in a row brought no newer checkpoint" in log
-    assert (
-        len(re.findall(rf"  attempt \d, ended .* at step 10: {re.escape(reason)}", log))
-        == 4
-    )
+    assert len(re.findall(rf"  attempt \d, ended .* at step 10: {reason}", log)) == 4
     assert "launch.sbatch.exclude='n2'" in log
 
     # The job needs both.
@@ -96,8 +95,15 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path):
     assert len(re.findall(begin, decided)) == 3
 
 
+def check_ended(job: dict[str, str], state: str, *, restarts: int, log: str) -> None:
+    """The log says why, if the controller has it otherwise."""
+    assert job["JobState"] == state, log
+    assert job["Restarts"] == str(restarts), log
+
+
 def test_a_node_that_the_job_asks_for_is_not_excluded(slurm, submit):
     """n1 is up, but without n2 the job would wait for ever."""
+    # Two failures in a row on one node, after which it would be excluded.
     text = f"{BEGINNING}    attempt > 2 or os.kill(os.getpid(), signal.SIGKILL)"
     job = submit(text, nodes=1, sbatch={"nodelist": "n2"})
     ended = slurm.wait(job.job_id, states=FINAL_STATES)
@@ -115,10 +121,11 @@ def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path):
         time.sleep(0.1)
     ended = slurm.job(job.job_id)
     log = job.log(0).read_text()
-    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "2"), log
+    check_ended(ended, "FAILED", restarts=2, log=log)
     assert ended["ExitCode"] == "75:0"
     assert "launch.max_requeues=2 is reached" in log
     assert {attempt.ending for attempt in read_attempts(tmp_path)} == {Ending.STOPPED}
+    # Of submitit, which handles these signals itself, and of Python.
     for text in ("completed successfully", "Bypassing signal", "Traceback"):
         assert text not in log
 
@@ -141,15 +148,13 @@ def test_a_node_that_returns_does_not_end_the_next_attempt(slurm, submit, tmp_pa
         slurm.start("n2")
     ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"])
     log = job.log(0).read_text()
-    assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == (
-        "COMPLETED",
-        "1",
-        "2",
-    ), log
+    check_ended(ended, "COMPLETED", restarts=1, log=log)
+    assert ended["NumNodes"] == "2", log
     first, second = read_attempts(tmp_path)
     assert second.ending is Ending.DONE, first
 
 
+# Which node lacks the interpreter, or the run folder, and how many nodes the job may have.
 @rows("""
 - [node, nodes, missing]
 - [n1, 1, Python]
@@ -173,41 +178,38 @@ def test_a_node_that_cannot_start_a_task_is_left(
         slurm.start(node, without=without)
         slurm.await_idle()
 
-    restart(Path(sys.executable).parent if missing == "Python" else tmp_path)
+    hidden = {"Python": Path(sys.executable).parent, "run": tmp_path}
+    restart(hidden[missing])
     try:
-        job = submit(
-            f"{BEGINNING}    time.sleep(1000 if attempt < 3 else 0)", nodes=nodes
-        )
+        # Ranks of the first two attempts wait, so only the faulty node can end them.
+        text = f"{BEGINNING}    time.sleep(1000 if attempt < 3 else 0)"
+        job = submit(text, nodes=nodes)
         ended = slurm.wait(job.job_id, states=FINAL_STATES)
     finally:
         restart(None)
     log = job.log(0).read_text()
-    assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == (
-        "COMPLETED",
-        "2",
-        "1",
-    ), log
+    check_ended(ended, "COMPLETED", restarts=2, log=log)
+    assert ended["NumNodes"] == "1", log
     assert ended["ExcNodeList"] == node
     assert not [*slurm.processes(SLURM_JOB_ID=job.job_id)]
-    *without, last = read_attempts(tmp_path)
+    *failed, last = read_attempts(tmp_path)
     assert last.ending is Ending.DONE
     assert node not in last.nodes
+
+    # On n1 nothing of ours ran that could have recorded an attempt: the script alone knows.
     no_python = f"{sys.executable}: No such file or directory"
     if node == "n1":
-        assert not without
+        assert not failed
         assert log.count(f"execve(): {no_python}") == 2
         assert log.count("Python did not start on n1") == 2
     else:
         reason = "rank 1 on n2: launch failed: Slurmd could not connect IO"
         if missing == "Python":
             reason = f"rank 1 on n2 could not start: {no_python}"
-        assert [(each.reason, each.failed_node) for each in without] == [
-            (reason, node)
-        ] * 2
-        assert (
-            f"n2 is excluded from job {job.job_id}: its last two attempts failed there"
-            in log
-        )
+        assert [attempt.reason for attempt in failed] == [reason] * 2
+        assert [attempt.failed_node for attempt in failed] == [node] * 2
+        excluded = f"n2 is excluded from job {job.job_id}: its last two attempts"
+        assert f"{excluded} failed there" in log
 
 
 # A training that has its last checkpoint when its ranks end.
@@ -231,21 +233,20 @@ TRAINING = (
 
 
 def test_an_end_that_srun_never_hears_of_is_found(slurm, submit, tmp_path, monkeypatch):
+    # The script looks each second, and not each minute, whether the run has ended.
     monkeypatch.setattr("launch.jobs.submission.LOOK_S", 1)
     job = submit(TRAINING)
     wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
-    for process, own in slurm.processes(SLURM_JOB_ID=job.job_id, SLURM_PROCID="1"):
+    # The daemon of the step on n2 tells srun of the end of its task.
+    rank_1 = {"SLURM_JOB_ID": job.job_id, "SLURM_PROCID": "1", "SLURMD_NODENAME": "n2"}
+    for process, _ in slurm.processes(**rank_1):
         parent = process.parent()
-        if (
-            parent is not None
-            and parent.name() == "slurmstepd"
-            and own["SLURMD_NODENAME"] == "n2"
-        ):
+        if parent is not None and parent.name() == "slurmstepd":
             parent.kill()
     (tmp_path / "end").touch()
     ended = slurm.wait(job.job_id, states=FINAL_STATES)
     log = job.log(0).read_text()
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), log
+    check_ended(ended, "COMPLETED", restarts=0, log=log)
     assert log.count("srun is ended") == 1
     (attempt,) = read_attempts(tmp_path)
     assert attempt.ending is Ending.DONE
@@ -255,15 +256,18 @@ def test_a_run_folder_that_was_moved_does_not_come_back(slurm, submit, tmp_path)
     job = submit(f"{BEGINNING}    time.sleep(1000)")
     wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
     moved = tmp_path.rename(tmp_path.with_name("moved"))
+    # As a rank that fails: a restart would begin the training anew in an empty folder.
     slurm.run(["scancel", "--signal=KILL", f"{job.job_id}.0"])
     ended = slurm.wait(job.job_id, states=FINAL_STATES)
-    (log,) = moved.glob(f"slurm/{job.job_id}/*_0_log.out")
-    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), log.read_text()
-    assert f"not requeued: {tmp_path} was moved or removed" in log.read_text()
+    (path,) = moved.glob(f"slurm/{job.job_id}/*_0_log.out")
+    log = path.read_text()
+    check_ended(ended, "FAILED", restarts=0, log=log)
+    assert f"not requeued: {tmp_path} was moved or removed" in log
     assert not tmp_path.exists()
     moved.rename(tmp_path)
 
 
+# What torch does then, in a Python that has no GPU.
 OLD_DRIVER = """
 import warnings
 import torch
@@ -282,9 +286,15 @@ BROKEN_NODES = {
     "package": ("{package}", "ImportError: half of it", 2),
     "memory": ("ulimit -v 1500000", "", 2),
 }
-DIGITS = dict(
-    image_size=24, patch_size=6, width=192, depth=4, num_heads=3, mlp_width=384
-)
+# The model of configs/digits/finetune.yaml.
+DIGITS = {
+    "image_size": 24,
+    "patch_size": 6,
+    "width": 192,
+    "depth": 4,
+    "num_heads": 3,
+    "mlp_width": 384,
+}
 SETTINGS = """
 schedule.epochs=null schedule.steps=2 schedule.warmup_steps=1 data.val_split=null evaluate=[]
 tracking.uri=null launch.nodes=1-2 launch.timeout_min=10 output={folder} data.path={shards}
@@ -303,39 +313,44 @@ def test_a_node_that_lacks_something_is_named_and_left(slurm, tmp_path, lacking,
     arch = ViTSettings(**DIGITS).resolved(num_classes=0)
     (tmp_path / "weights").mkdir()
     torch.save(build_model(arch, seed=0).state_dict(), tmp_path / "weights/start.pth")
+    half_a_package = "raise ImportError('half of it')"
     words = {
         "folder": tmp_path,
         "shards": SHARDS,
         "python": breakable_python(tmp_path),
+        # Only a compiled model needs a folder for its code.
         "compile": lacking == "TMPDIR",
         "driver": with_module(tmp_path, "sitecustomize", OLD_DRIVER),
-        "package": with_module(
-            tmp_path, "deepspeed", "raise ImportError('half of it')"
-        ),
+        "package": with_module(tmp_path, "deepspeed", half_a_package),
         "data": without_folder(SHARDS),
         "weights": without_folder(tmp_path / "weights"),
         "shared_memory": without_folder(Path("/dev/shm")),
     }
-    taken = tmp_path / f"vitscale-{os.getuid()}"
-    taken.mkdir()
-    os.chown(taken, 12345, 12345)
+    # The folder of another user, with the name of ours.
+    foreign = tmp_path / f"vitscale-{os.getuid()}"
+    foreign.mkdir()
+    os.chown(foreign, 12345, 12345)
     (tmp_path / "nodes" / node).write_text(lines.format_map(words))
-    config = ROOT / "configs/digits/finetune.yaml"
-    settings = SETTINGS.format_map(words).split()
     output = slurm.script(
-        "launch/slurm.py", "--config", config, *settings, cwd=tmp_path
+        "launch/slurm.py",
+        "--config",
+        ROOT / "configs/digits/finetune.yaml",
+        *SETTINGS.format_map(words).split(),
+        cwd=tmp_path,
     )
-    job_id = output.split("submitted job ")[1].split(":")[0]
+    job_id = output.partition("submitted job ")[2].partition(":")[0]
     ended = slurm.wait(job_id, states=FINAL_STATES)
     rank = int(node == "n2")
     log = (tmp_path / f"slurm/{job_id}/{job_id}_{rank}_log.out").read_text()
     *failed, last = read_attempts(tmp_path)
     assert ended["JobState"] == "COMPLETED", log
-    assert (last.ending, len(failed)) == (Ending.DONE, num_failed), log
+    assert last.ending is Ending.DONE, log
+    assert len(failed) == num_failed, log
     if num_failed:
         assert ended["ExcNodeList"] == node
         assert reason in log
     for attempt in failed:
-        assert (attempt.failed_node, attempt.failed_rank) == (node, rank), attempt
+        assert attempt.failed_node == node, attempt
+        assert attempt.failed_rank == rank, attempt
         assert f"rank {rank} on {node}" in attempt.reason, attempt
         assert reason in attempt.reason, attempt

@@ -21,6 +21,7 @@ from vitscale.runs.launching import LaunchSettings
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
+# Held, so that a test sees the job in the queue before it begins.
 LAUNCH = LaunchSettings(timeout_min=5, signal_delay_s=30, sbatch={"hold": True})
 
 # Logs and saves as training does: two steps, then two more after it was stopped.
@@ -47,7 +48,8 @@ STAGE = """
 """
 
 
-# What is done to the job, and then shown.
+# What is done to the job, and then shown: first states in which it never starts, each with the
+# person who can change that; then states of a job that has run.
 STEPS = """\
 true | queued .*: job @ is held by its user \\(JobHeldUser\\); next: `scontrol release @`
 scontrol update partitionname=test maxtime=2; scontrol release @ | never starts .PartitionTimeLimit
@@ -110,23 +112,25 @@ def test_status_and_follow_see_every_state(slurm, submit, tmp_path):
 
     def wait_for(state, *, step):
         def is_there():
-            found = read_state(tmp_path, user_jobs())
-            return (found.state, found.logged.step) == (state, step)
+            run = read_state(tmp_path, user_jobs())
+            return run.state == state and run.logged.step == step
 
         wait_until(is_there, else_say=slurm.logs, every_s=0.3)
         return read_state(tmp_path, user_jobs())
 
-    [shown] = json.loads(
-        slurm.script("launch/status.py", "--json", tmp_path, cwd=tmp_path)
-    )
+    printed = slurm.script("launch/status.py", "--json", tmp_path, cwd=tmp_path)
+    [shown] = json.loads(printed)
     assert shown["state"] == "queued"
     assert shown["job"]["reason"] == "JobHeldUser"
+
+    # Ctrl-C ends the view, and not the job.
     with following(tmp_path) as (process, await_text):
         await_text("held by its user")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=PATIENCE_S) == 130
         await_text(f"job {job.job_id} continues")
 
+    # From the queue to the end, through a stop and a second attempt.
     with following(tmp_path) as (process, await_text):
         await_text("held by its user")
         slurm.run(["scontrol", "release", job.job_id])
@@ -150,6 +154,7 @@ def test_status_and_follow_see_every_state(slurm, submit, tmp_path):
     ]
     text = (tmp_path / "follow.log").read_text()
     assert re.search("(?s)" + ".*".join(told), text), text
+    # A state is told once, not at each look.
     assert text.count(": paused") == 1
 
 
@@ -158,6 +163,7 @@ def test_status_says_who_must_do_what(slurm, submit, tmp_path):
     """One job in every state that a test can bring about; this clock is five minutes fast."""
     job_id = submit("import time; time.sleep(1000)").job_id
 
+    # Durations must come from one clock: five minutes would show as such below.
     def line():
         return line_of(read_state(tmp_path, user_jobs()), now=time.time() + 300)
 

@@ -38,13 +38,10 @@ def checkout(tmp_path) -> Path:
 
     # As in the usual case, the runs are inside the checkout.
     (folder / ".gitignore").write_text("*.so\n__pycache__/\n/runs/\n")
-    for arguments in (
-        ["init", "--quiet"],
-        ["add", "."],
-        ["commit", "--quiet", "--message", "all"],
-    ):
-        identity = "-c user.name=n -c user.email=e@example.org".split()
-        subprocess.run(["git", "-C", folder, *identity, *arguments], check=True)
+    # A machine of tests may have no identity, without which git does not commit.
+    git = ["git", "-C", folder, "-c", "user.name=n", "-c", "user.email=e@example.org"]
+    for arguments in ("init --quiet", "add .", "commit --quiet --message all"):
+        subprocess.run([*git, *arguments.split()], check=True)
     make_shard_folder(folder / "shards")
     (folder / "run.yaml").write_text(json.dumps(RUN))
     return folder
@@ -57,13 +54,17 @@ def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout):
         """Job id, or '' without one, and what launch/slurm.py prints."""
         done = subprocess.run(
             [sys.executable, "launch/slurm.py", "--config", "run.yaml", *arguments],
-            cwd=checkout, env=slurm.environment | {"PYTHONPATH": str(checkout)},
-            capture_output=True, text=True, timeout=PATIENCE_S,
-        )  # fmt: skip
+            cwd=checkout,
+            # The copy, and not the checkout that the tests are in.
+            env=slurm.environment | {"PYTHONPATH": str(checkout)},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
         output = done.stdout + done.stderr
         assert done.returncode in (0, 2), output
-        found = re.search(r"^submitted job (\d+)", output, re.M)
-        return found[1] if found else "", output
+        job_ids = re.findall(r"^submitted job (\d+)", output, re.M)
+        return "".join(job_ids), output
 
     def edit(name, line):
         path = checkout / name
@@ -81,6 +82,7 @@ def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout):
     assert "SLURM          ok " in submit("--dry-run", "launch.cpus_per_task=4")[1]
     assert not jobs.exists()
 
+    # Not committed: the job has it all the same, and its run says so.
     edit("pretrain/main.py", "# edited before the submission")
     first, _ = submit("launch.sbatch={hold: true}")
 
@@ -96,8 +98,10 @@ def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout):
     assert slurm.wait(first, states=ENDED)["JobState"] == "COMPLETED", log(first)
     assert slurm.wait(second, states=ENDED)["JobState"] == "FAILED"
     assert "edited while queued" in log(second)
+    # A copy for each state of the code.
     assert len([*jobs.glob("code-*")]) == 2
 
+    # From the commit and the difference that MLflow has, anybody can restore the code of the run.
     slurm.script("launch/compare.py", "sync", jobs.parent, cwd=checkout)
     with sqlite3.connect(checkout / "runs/mlflow.db") as connection:
         tags = dict(connection.execute("select key, value from tags"))

@@ -17,9 +17,12 @@ Members = dict[str, bytes] | Iterable[tuple[str, bytes]]
 
 
 def tar_bytes(members: Members, *, format: int = tarfile.GNU_FORMAT) -> bytes:
+    # Pairs may name a member twice, which a dict cannot.
+    if isinstance(members, dict):
+        members = members.items()
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=format) as tar:
-        for name, data in members.items() if isinstance(members, dict) else members:
+        for name, data in members:
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
@@ -27,12 +30,14 @@ def tar_bytes(members: Members, *, format: int = tarfile.GNU_FORMAT) -> bytes:
 
 
 def write_tars(root: Path, tars: dict[str, Members]) -> None:
-    for path, members in tars.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(tar_bytes(members))
+    for name, members in tars.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(tar_bytes(members))
 
 
 NUM_CLASSES = 3
+# Not square, so that width and height cannot be mixed up unseen.
 SIDE = (24, 20)
 
 
@@ -42,6 +47,7 @@ def photo(i: int) -> bytes:
 
 def write_tar(path: Path, samples: Sequence[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    # webdataset's own writer: these tars must look as others make them, not as ours.
     with webdataset.TarWriter(str(path)) as tar:
         for sample in samples:
             tar.write(sample)
@@ -60,24 +66,36 @@ def img2dataset_layout(
         rows = []
         in_tar = []
         for i in range(samples):
+            # img2dataset numbers the samples of shard n from n * 10,000.
             key = f"{number * 10_000 + i:09d}"
             class_name = f"n0000000{i % NUM_CLASSES}"
-            failed = i % 5 == 4
-            caption = f"a <b>{class_name}</b>"
-            status = "failed" if failed else "success"
-            rows.append(
-                {"key": key, "caption": caption, "status": status, "synset": class_name}
-            )
-            if not failed:
-                image = photo(number * samples + i)
-                stored[key] = (image, class_name)
-                text = json.dumps(rows[-1], indent=4).encode()
-                in_tar.append(
-                    {"__key__": key, "jpg": image, "txt": caption, "json": text}
-                )
-        write_tar(folder / f"{number:05d}.tar", in_tar)
-        pq.write_table(pa.Table.from_pylist(rows), folder / f"{number:05d}.parquet")
-        (folder / f"{number:05d}_stats.json").write_text(json.dumps({"count": samples}))
+            row = {
+                "key": key,
+                # With markup: captions come from the web.
+                "caption": f"a <b>{class_name}</b>",
+                "status": "success",
+                "synset": class_name,
+            }
+            rows.append(row)
+            if i % 5 == 4:
+                row["status"] = "failed"
+                continue
+
+            image = photo(number * samples + i)
+            stored[key] = (image, class_name)
+            sample = {
+                "__key__": key,
+                "jpg": image,
+                "txt": row["caption"],
+                "json": json.dumps(row, indent=4).encode(),
+            }
+            in_tar.append(sample)
+
+        name = f"{number:05d}"
+        write_tar(folder / f"{name}.tar", in_tar)
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+        stats = json.dumps({"count": samples})
+        (folder / f"{name}_stats.json").write_text(stats)
     return stored
 
 
@@ -92,16 +110,24 @@ def imagenet_22k_layout(
         for number in range(tars):
             rows = []
             for i in range(samples):
+                # Unlike the number of the sample, and unlike the other label.
                 label = 7 * i + number
-                other = i if i % 2 else -1
+                label_12k = -1
+                # Half of the classes are not among the 12k.
+                if i % 2:
+                    label_12k = i
                 key = f"n{number:08d}_{i}"
                 image = photo(i + 100 * number)
-                facts = {"label": label, "label_12k": other, "filename": f"{key}.JPEG"}
+                facts = {
+                    "label": label,
+                    "label_12k": label_12k,
+                    "filename": f"{key}.JPEG",
+                }
                 rows.append({"__key__": key, "jpg": image, "cls": label, "json": facts})
-                yield split, key, image, label, other
+                yield split, key, image, label, label_12k
             write_tar(folder / f"imagenet22k-{split}-{number:04d}.tar", rows)
-    info = {"splits": {}}
-    (folder / "_info.json").write_text(json.dumps(info))
+    # timm's readers know a folder of tars by this file.
+    (folder / "_info.json").write_text('{"splits": {}}')
 
 
 def hugging_face_layout(
@@ -113,6 +139,7 @@ def hugging_face_layout(
         rows = []
         for i in range(samples):
             key = f"images/{number}_{i}"
+            # One with a space, at which a reader of words would cut it off.
             name = ("ant", "bee", "cat fish")[i % NUM_CLASSES]
             image = photo(i + 50 * number)
             stored[key] = (image, name)

@@ -11,7 +11,9 @@ import numpy as np
 import yaml
 from PIL import Image, ImageDraw, ImageFilter
 
-HEIGHT, WIDTH = 19, 23
+# Neither is a multiple of 8: the last blocks of a JPEG, and all rows of Adam7, are cut off.
+HEIGHT = 19
+WIDTH = 23
 
 
 def pixels(channels: int, *, dtype: type = np.uint8, seed: int = 0) -> np.ndarray:
@@ -21,15 +23,28 @@ def pixels(channels: int, *, dtype: type = np.uint8, seed: int = 0) -> np.ndarra
     return rng.integers(0, high + 1, (HEIGHT, WIDTH, channels), dtype=dtype)
 
 
+def noise(width: int, height: int, *, seed: int) -> np.ndarray:
+    """RGB pixels of another picture for each seed."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
+
+
 def smooth(channels: int = 3) -> np.ndarray:
     """A smooth image, which JPEG changes little."""
     y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
-    planes = [60 + 5 * x + 2 * y, 200 - 4 * x + y, 40 + 8 * y, 30 + 2 * x + 3 * y]
+    # Slopes that differ by channel and direction, so that no mix-up of them looks the same.
+    planes = [
+        60 + 5 * x + 2 * y,
+        200 - 4 * x + y,
+        40 + 8 * y,
+        30 + 2 * x + 3 * y,
+    ]
     return np.stack(planes[:channels], axis=2).astype(np.uint8)
 
 
 def encoded(image: Image.Image | np.ndarray, format: str, **options: Any) -> bytes:
     if isinstance(image, np.ndarray):
+        # Pillow wants grey pixels without a third axis.
         image = Image.fromarray(image.squeeze())
     file = io.BytesIO()
     image.save(file, format=format, **options)
@@ -45,24 +60,27 @@ def photograph(width: int, height: int) -> Image.Image:
     pixels = np.stack([red, green, blue], axis=-1)
     pixels += np.random.default_rng(0).normal(0, 8, pixels.shape)
     image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+    # Two shapes without left-right or up-down symmetry: a flip shows.
     draw = ImageDraw.Draw(image)
-    draw.ellipse(
-        (width * 0.2, height * 0.3, width * 0.5, height * 0.8), fill=(230, 40, 30)
-    )
-    draw.rectangle(
-        (width * 0.6, height * 0.1, width * 0.9, height * 0.5), fill=(20, 60, 200)
-    )
+    ellipse = (width * 0.2, height * 0.3, width * 0.5, height * 0.8)
+    draw.ellipse(ellipse, fill=(230, 40, 30))
+    rectangle = (width * 0.6, height * 0.1, width * 0.9, height * 0.5)
+    draw.rectangle(rectangle, fill=(20, 60, 200))
+    # A lens blurs edges; sharp ones would compress unlike a photograph's.
     return image.filter(ImageFilter.GaussianBlur(2))
 
 
 def decoded(data: bytes, mode: str | None = None) -> np.ndarray:
     image = Image.open(io.BytesIO(data))
-    return np.asarray(image.convert(mode) if mode else image)
+    if mode:
+        image = image.convert(mode)
+    return np.asarray(image)
 
 
 def rotated(orientation: int) -> Image.Exif:
     exif = Image.Exif()
-    exif[0x0112] = orientation
+    exif[0x0112] = orientation  # EXIF's number of the tag Orientation
     return exif
 
 
@@ -85,9 +103,11 @@ def png(
 ) -> bytes:
     """A PNG of rows that already begin with their filter bytes."""
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlace)
-    content = chunk(b"IDAT", zlib.compress(rows) if packed is None else packed)
+    # `packed`: a stream that zlib itself would not write.
+    if packed is None:
+        packed = zlib.compress(rows)
     start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
-    return start + before + content + after + chunk(b"IEND", b"")
+    return start + before + chunk(b"IDAT", packed) + after + chunk(b"IEND", b"")
 
 
 def unfiltered(samples: np.ndarray) -> bytes:
@@ -100,23 +120,28 @@ def unfiltered(samples: np.ndarray) -> bytes:
 def deep_png(samples: np.ndarray, **options: Any) -> bytes:
     """16-bit grey, grey with alpha, RGB or RGBA, by the number of channels."""
     height, width, channels = samples.shape
+    # PNG's numbers: bit 1 is colour, bit 2 is alpha.
     colour = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
-    return png(
-        width, height, depth=16, colour=colour, rows=unfiltered(samples), **options
-    )
+    rows = unfiltered(samples)
+    return png(width, height, depth=16, colour=colour, rows=rows, **options)
+
+
+# Of each pass of an interlaced PNG: first row and column, and the steps (PNG specification, 8.2).
+ADAM7 = yaml.safe_load("""
+- [0, 0, 8, 8]
+- [0, 4, 8, 8]
+- [4, 0, 8, 4]
+- [0, 2, 4, 4]
+- [2, 0, 4, 2]
+- [0, 1, 2, 2]
+- [1, 0, 2, 1]
+""")
 
 
 def adam7(samples: np.ndarray) -> bytes:
-    """Rows of the seven passes of an interlaced PNG (PNG specification, 8.2)."""
-    starts = [
-        (0, 0, 8, 8),
-        (0, 4, 8, 8),
-        (4, 0, 8, 4),
-        (0, 2, 4, 4),
-        (2, 0, 4, 2),
-        (0, 1, 2, 2),
-    ]
-    passes = [samples[y::dy, x::dx] for y, x, dy, dx in [*starts, (1, 0, 2, 1)]]
+    """Rows of the seven passes of an interlaced PNG."""
+    passes = [samples[y::dy, x::dx] for y, x, dy, dx in ADAM7]
+    # A pass without a pixel has no rows at all, not empty ones.
     return b"".join(unfiltered(part) for part in passes if part.size)
 
 
@@ -146,12 +171,12 @@ webp lossless rgba: [rgba, WEBP, {lossless: true}]
 
 def small_samples() -> dict[str, bytes]:
     """Valid images of every common kind, by name."""
-    noise = pixels(3)
-    rgb, rgba = Image.fromarray(noise), Image.fromarray(pixels(4))
-    frames: dict[str, Any] = {
-        "save_all": True,
-        "append_images": [Image.fromarray(255 - noise)],
-    }
+    random = pixels(3)
+    rgb = Image.fromarray(random)
+    rgba = Image.fromarray(pixels(4))
+    # Two frames that differ everywhere: only the first one is the image.
+    second = Image.fromarray(255 - random)
+    frames: dict[str, Any] = {"save_all": True, "append_images": [second]}
     images = {
         "rgb": rgb,
         "rgba": rgba,
@@ -159,14 +184,16 @@ def small_samples() -> dict[str, bytes]:
         "cmyk": pixels_as_cmyk(),
         "palette": rgb.quantize(16),
     }
-    samples = {
-        name: encoded(images[image], format, **dict(*options))
-        for name, (image, format, *options) in SAMPLES.items()
-    }
+    samples = {}
+    for name, (image, format, *options) in SAMPLES.items():
+        samples[name] = encoded(images[image], format, **dict(*options))
+
+    # Those that need more than an option: EXIF, a profile, frames, or what Pillow cannot write.
     return samples | {
         "jpeg grey": encoded(rgb.convert("L"), "JPEG"),
         "jpeg rotated": encoded(rgb, "JPEG", exif=rotated(6)),
         "jpeg profile": encoded(rgb, "JPEG", icc_profile=bytes(2_000)),
+        # A search for the last marker, instead of reading segments, would end here.
         "jpeg comment": encoded(rgb, "JPEG", comment=b"\xff\xd9 not the end"),
         "jpeg two pictures": encoded(rgb, "MPO", **frames),
         "png grey": encoded(rgb.convert("L"), "PNG"),
@@ -174,7 +201,7 @@ def small_samples() -> dict[str, bytes]:
         "png grey alpha": encoded(rgba.convert("LA"), "PNG"),
         "png 16 bits": deep_png(pixels(1, dtype=np.uint16)),
         "png 16 bits rgb": deep_png(pixels(3, dtype=np.uint16)),
-        "png interlaced": png(WIDTH, HEIGHT, rows=adam7(noise), interlace=1),
+        "png interlaced": png(WIDTH, HEIGHT, rows=adam7(random), interlace=1),
         "png animated": encoded(rgb, "PNG", **frames),
         "png rotated": encoded(rgb, "PNG", exif=rotated(3)),
         "webp animated": encoded(rgb, "WEBP", **frames),

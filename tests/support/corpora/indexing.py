@@ -34,13 +34,20 @@ def run(script: Path, *arguments) -> subprocess.CompletedProcess[str]:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as stop:
             code = stop.code or 0
+    # `SystemExit("text")` prints the text and ends with 1; no script of ours does that.
     assert isinstance(code, int)
+    # What subprocess.run would give, so that a test can do either.
     return subprocess.CompletedProcess([], code, out.getvalue(), err.getvalue())
 
 
 def index_command(source, output: Path, *overrides: str) -> list[object]:
-    config = ROOT / "configs/data/index_shards.yaml"
-    return ["--config", config, f"source.path={source}", f"output={output}", *overrides]
+    return [
+        "--config",
+        ROOT / "configs/data/index_shards.yaml",
+        f"source.path={source}",
+        f"output={output}",
+        *overrides,
+    ]
 
 
 def run_index(
@@ -63,7 +70,8 @@ def verify(folder: Path) -> None:
 def samples(folder: Path, split: str) -> dict[str, tuple[bytes, str]]:
     """key -> (image, class), read by the training loader."""
     entries = read_split(folder, split=split)
-    return {
-        key: (entries.read(i), entries.classes[entries.label[i]])
-        for i, key in enumerate(sample_keys(entries, range(entries.num_samples)))
-    }
+    stored = {}
+    for i, key in enumerate(sample_keys(entries, range(entries.num_samples))):
+        class_name = entries.classes[entries.label[i]]
+        stored[key] = (entries.read(i), class_name)
+    return stored

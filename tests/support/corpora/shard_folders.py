@@ -1,10 +1,10 @@
 """Write small shard folders with data_prep's own writers, without its steps."""
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa
 from blake3 import blake3
 from PIL import Image
@@ -18,7 +18,7 @@ from data_prep.formats.index_files import (
     write_manifest,
 )
 from data_prep.formats.ledger import LEDGER_SCHEMA, write_ledger
-from tests.support.corpora.image_samples import encoded
+from tests.support.corpora.image_samples import encoded, noise
 from vitscale.data.index import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -31,6 +31,7 @@ from vitscale.data.index import (
 from vitscale.data.tar_writer import TarShard
 from vitscale.distributed.atomic_files import blake3_of_file
 
+# Width and height, of each format others: the index must have those of the image itself.
 SIDES = {"png": (5, 4), "jpg": (9, 7), "webp": (6, 8)}
 FORMATS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}
 
@@ -48,18 +49,15 @@ def image_bytes(
     extension: str, *, seed: int, side: tuple[int, int] | None = None
 ) -> bytes:
     width, height = side or SIDES[extension]
-    pixels = np.random.default_rng(seed).integers(
-        0, 255, (height, width, 3), dtype=np.uint8
-    )
-    return encoded(pixels, FORMATS[extension])
+    return encoded(noise(width, height, seed=seed), FORMATS[extension])
 
 
 def photo(
     seed: int, *, width: int = 40, height: int = 30, format: str = "JPEG"
 ) -> bytes:
     """A smooth random picture, different for every seed."""
-    small = np.random.default_rng(seed).integers(0, 255, (5, 6, 3), dtype=np.uint8)
-    image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+    small = Image.fromarray(noise(6, 5, seed=seed))
+    image = small.resize((width, height), Image.Resampling.BICUBIC)
     return encoded(image, format, quality=90)
 
 
@@ -77,20 +75,35 @@ def make_shard_folder(
     Image i of a split is of class i modulo the number of classes, png, jpg and webp in turn.
     Without classes the samples have no labels.
     """
+    # The tars of a split differ in length: none may be taken for the length of all.
+    if lengths is None:
+        lengths = {"test": (2,), "train": (3, 2)}
+    extensions = list(SIDES)
     splits = {}
-    for split, of_tar in sorted((lengths or {"test": (2,), "train": (3, 2)}).items()):
+    for split, of_tar in sorted(lengths.items()):
         samples = []
         for i in range(sum(of_tar)):
-            extension = list(SIDES)[i % 3]
-            label = i % len(classes) if classes else None
-            key = f"{split}-c{NO_LABEL if label is None else label}-{i}"
+            extension = extensions[i % 3]
+            label = _label(i, classes)
+            key = f"{split}-c{_number(label)}-{i}"
             image = image_bytes(extension, seed=i)
             samples.append(Sample(key, extension, image, label, *SIDES[extension]))
-        ends = np.cumsum(of_tar).tolist()
-        splits[split] = [
-            samples[end - num : end] for end, num in zip(ends, of_tar, strict=True)
-        ]
+        rest = iter(samples)
+        splits[split] = [list(islice(rest, num)) for num in of_tar]
     return write_folder(folder, splits, classes=classes, rejected=rejected)
+
+
+def _label(i: int, classes: Sequence[str]) -> int | None:
+    if not classes:
+        return None
+    return i % len(classes)
+
+
+def _number(label: int | None) -> int:
+    """The label as the index has it, whose column has no null."""
+    if label is None:
+        return NO_LABEL
+    return label
 
 
 def write_shard_folder(
@@ -109,13 +122,19 @@ def write_shard_folder(
     """
     samples = []
     for i in range(num_per_class * max(1, len(classes))):
+        # Widths in turn: batches of unequal images are the rule.
         width = side + i % 3
         height = side - 8
         image = photo(1000 * seed + i, width=width, height=height)
-        label = i % len(classes) if classes else None
+        label = _label(i, classes)
         samples.append(Sample(f"{split}-{i:05d}", "jpg", image, label, width, height))
-    parts = np.array_split(np.arange(len(samples)), num_shards)
-    shards = [[samples[i] for i in part] for part in parts]
+
+    # As numpy's array_split: the first shards have one sample more, where the number demands it.
+    num, num_longer = divmod(len(samples), num_shards)
+    rest = iter(samples)
+    shards = [list(islice(rest, num + (i < num_longer))) for i in range(num_shards)]
+
+    # Not that of the bytes, which another release of Pillow changes, and the order with them.
     fingerprint = f"{split} {len(samples)} {seed}"
     write_folder(folder, {split: shards}, classes=classes, fingerprint=fingerprint)
     return folder
@@ -142,31 +161,35 @@ def write_folder(
             with TarShard(folder / name) as tar:
                 for key, extension, image, label, width, height in samples:
                     offset = tar.add(key, extension=extension, image=image, label=label)
-                    place = (key, split, name, offset, len(image), extension)
-                    number_of_class = NO_LABEL if label is None else label
                     digest = blake3(image).digest()
-                    rows.append((*place, number_of_class, width, height, digest))
+                    # In the order of the schema's columns.
+                    row = (
+                        *(key, split, name, offset, len(image), extension),
+                        *(_number(label), width, height, digest),
+                    )
+                    rows.append(dict(zip(INDEX_SCHEMA.names, row, strict=True)))
                     source = {
                         "path": f"{key}.jpg",
                         "split": split,
                         "key": key,
                         "blake3": digest,
                     }
-                    inputs.append(
-                        source | {"class": None if label is None else classes[label]}
-                    )
+                    if label is not None:
+                        source["class"] = classes[label]
+                    inputs.append(source)
                 hexdigest = tar.finish()
-            num = len(samples)
-            shards.append(
-                ShardEntry(
-                    name=name, samples=num, bytes=tar.num_bytes, blake3=hexdigest
-                )
+            entry = ShardEntry(
+                name=name,
+                samples=len(samples),
+                bytes=tar.num_bytes,
+                blake3=hexdigest,
             )
-        names = INDEX_SCHEMA.names
-        dicts = [dict(zip(names, row, strict=True)) for row in rows]
-        tables.append(pa.Table.from_pylist(dicts, schema=INDEX_SCHEMA))
+            shards.append(entry)
+
+        table = pa.Table.from_pylist(rows, schema=INDEX_SCHEMA)
+        tables.append(table)
         lengths = [shard.samples for shard in shards]
-        true = split_fingerprint([sample_bytes(tables[-1])], shard_lengths=lengths)
+        true = split_fingerprint([sample_bytes(table)], shard_lengths=lengths)
         entries[split] = SplitEntry(
             num_samples=len(rows),
             num_bytes=sum(shard.bytes for shard in shards),
@@ -174,10 +197,13 @@ def write_folder(
             shards=tuple(shards),
         )
     write_index(folder, tables=tables)
+
+    # What was rejected has no key and no hash; its columns are null.
     inputs += [
         {"path": path, "split": "train", "class": name, "reason": reason}
         for path, name, reason in rejected
     ]
+    # `changes` is read by write_ledger, which tells kept from repaired by it; the file has none.
     schema = LEDGER_SCHEMA.append(pa.field("changes", pa.string()))
     ledger = write_ledger(folder, [pa.Table.from_pylist(inputs, schema=schema)])
     manifest = Manifest(

@@ -20,12 +20,16 @@ def opened(
 
 def listed(source: Source) -> list[Input]:
     """Inputs of all containers, and what is damaged of them."""
-    boxes = source.containers()
-    return [row for box in boxes for row in with_damage(box, source.inputs(box))]
+    inputs: list[Input] = []
+    for container in source.containers():
+        # As make_shards lists them: a container that breaks off gives what was read before.
+        inputs += with_damage(container, source.inputs(container))
+    return inputs
 
 
 def touch(root: Path, *names: str) -> Path:
     for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     return root

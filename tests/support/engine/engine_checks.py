@@ -11,6 +11,7 @@ import os
 import sys
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -33,7 +34,7 @@ from tests.support.engine.reference_cases import (
     train_reference,
     whole_state,
 )
-from tests.support.reference_training import Machine
+from tests.support.reference_training import Machine, normalized
 from tests.support.tables import refused
 from vitscale.distributed.processes import run_rank_script
 from vitscale.distributed.world import World, gather_objects, process_group
@@ -46,23 +47,28 @@ IMAGES, _ = samples(np.arange(16))
 
 def machine_of(world: World, stage: int, precision: str = "fp32") -> Machine:
     return Machine(
-        ranks=world.world_size, accumulation=2, stage=stage, precision=precision
+        ranks=world.world_size,
+        # Two, so that what happens once a micro-batch and once an update are told apart.
+        accumulation=2,
+        stage=stage,
+        precision=precision,
     )
 
 
 def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(ours[k], theirs[k]) for k in theirs
-    )
+    if ours.keys() != theirs.keys():
+        return False
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def moved(first: Engine, second: Engine) -> None:
     """Give the second engine the state of the first."""
     tensors = whole_state(first)
-    counts = []
+    num_read = 0
 
     def read(name: str, start: int, count: int) -> torch.Tensor:
-        counts.append(count)
+        nonlocal num_read
+        num_read += count
         return tensors[name].flatten()[start : start + count]
 
     second.import_state(read, optimizer_steps=first.optimizer_steps())
@@ -70,18 +76,14 @@ def moved(first: Engine, second: Engine) -> None:
     assert equal(whole_state(second), tensors)
 
     # The average of what is not trained is the same, and is read as that.
-    trained = {
-        name.partition(".")[2] for name in tensors if name.startswith("exp_avg.")
-    }
-    read_once = [
-        tensor
-        for name, tensor in tensors.items()
-        if not name.startswith("ema.") or name.removeprefix("ema.") in trained
-    ]
-    num_elements = sum(tensor.numel() for tensor in read_once)
-    assert sum(gather_objects(sum(counts))) == num_elements, (
-        "read once by all ranks together"
-    )
+    num_elements = 0
+    for name, tensor in tensors.items():
+        kind, _, parameter = name.partition(".")
+        if kind != "ema" or f"exp_avg.{parameter}" in tensors:
+            num_elements += tensor.numel()
+    # More would cost every restart on many ranks the time of reading the whole state.
+    read_by_all = sum(gather_objects(num_read))
+    assert read_by_all == num_elements, "read once by all ranks together"
 
 
 def continued(first: Training, machine: Machine) -> Training:
@@ -91,7 +93,11 @@ def continued(first: Training, machine: Machine) -> Training:
         for parameter in model.parameters():
             parameter.fill_(0.3)
     second = Training(
-        first.task, machine, first.world, before=first.result, model=model
+        first.task,
+        machine,
+        first.world,
+        before=first.result,
+        model=model,
     )
     moved(first.engine, second.engine)
     return second
@@ -116,19 +122,28 @@ def state_moves_in_the_middle(
     """Half of the steps at one stage, the others at another: the training is the reference's."""
     machine = machine_of(world, source, precision)
     is_exact = precision == "fp32"
+    is_spoiled = TASKS[task].spoiled
     first = Training(task, machine, world)
+
+    # `spoil` names the updates that are skipped: by step 5 the first two, in a row. The rank knows
+    # its own bad micro-batch: of update 5 (number 4) that is micro + rank = 1.
     first.train(5)
-    if TASKS[task].spoiled:
+    if is_spoiled:
         assert health(first) == (2, 2, 5, 1 - world.rank)
+    # One more, whose gradient alone is not finite: no micro-batch has a bad loss.
     first.train(HALF)
-    if TASKS[task].spoiled:
+    if is_spoiled:
         assert health(first) == (3, 1, 10, None)
     if TASKS[task].recipe.average is not None:
-        uses_the_average(first, atol=1e-4 if is_exact else 0.1)
+        atol = 0.1
+        if is_exact:
+            atol = 1e-4
+        uses_the_average(first, atol=atol)
 
+    # The last two in a row are on both sides of the move: the counters must move, too.
     second = continued(first, replace(machine, stage=target))
     second.train(STEPS)
-    if TASKS[task].spoiled:
+    if is_spoiled:
         assert health(second) == (4, 2, 11, 0 if world.is_first else None)
     check(task, second.finish(), train_reference(task, machine), exact=is_exact)
 
@@ -138,16 +153,19 @@ def uses_the_average(training: Training, *, atol: float) -> None:
     """The average is used for a while, and leaves no trace."""
     engine = training.engine
     state = whole_state(engine)
+    # What is right: a model outside the engine, with the exported average as its weights.
     plain = new_model(training.task)
     for name, parameter in plain.named_parameters():
         parameter.copy_(state[f"ema.{name}"])
-    pixels = (IMAGES.float() / 255 - 0.5) / 0.5
-    features = plain.forward_head(plain.forward_features(pixels), pre_logits=True)
+    pixels = normalized(IMAGES)
+    tokens = plain.forward_features(pixels)
+    features = plain.forward_head(tokens, pre_logits=True)
     right = torch.cat([plain(pixels), features], dim=1)
 
     def outputs() -> torch.Tensor:
-        both = [engine.logits(IMAGES), engine.forward(IMAGES, "features")]
-        return torch.cat([each.float() for each in both], dim=1)
+        logits = engine.logits(IMAGES).float()
+        features = engine.forward(IMAGES, "features").float()
+        return torch.cat([logits, features], dim=1)
 
     engine.eval()
     before = outputs()
@@ -156,6 +174,7 @@ def uses_the_average(training: Training, *, atol: float) -> None:
     after = outputs()
     engine.train()
     torch.testing.assert_close(shown, right, rtol=0, atol=atol)
+    # Otherwise the weights themselves would pass as the average.
     assert (shown - before).abs().max() > atol
     assert torch.equal(before, after)
     assert equal(state, whole_state(engine))
@@ -164,6 +183,7 @@ def uses_the_average(training: Training, *, atol: float) -> None:
 def far_model() -> nn.Module:
     """Its head works between -8 and -16, where bf16 has steps of 0.0625."""
     model = new_model("average")
+    # As ViT on ImageNet-21k starts, with a loss of a sigmoid for each class.
     nn.init.constant_(model.head.bias, -10.0)
     return model
 
@@ -171,18 +191,19 @@ def far_model() -> nn.Module:
 @torch.no_grad()
 def keeps_the_head_in_fp32(world: World, *, stage: int) -> None:
     """In bf16 training starts from the unrounded weights, and logits are those of fp32 heads."""
-    given = {f"model.{name}": value for name, value in far_model().named_parameters()}
-    training = Training(
-        "average", machine_of(world, stage, "bf16"), world, model=far_model()
-    )
+    machine = machine_of(world, stage, "bf16")
+    training = Training("average", machine, world, model=far_model())
     engine = training.engine
     started = whole_state(engine)
-    assert all(torch.equal(started[name], value) for name, value in given.items())
+    # A start from weights that were rounded to bf16 once would show here.
+    for name, value in far_model().named_parameters():
+        assert torch.equal(started[f"model.{name}"], value)
 
     def logits() -> torch.Tensor:
         logits = engine.logits(IMAGES)
         state = whole_state(engine)  # inside `averaged` the average is in `model`
         features = engine.forward(IMAGES, "features").float()
+        # The head written out in fp32, on the engine's own features.
         right = features @ state["model.head.weight"].T + state["model.head.bias"]
         torch.testing.assert_close(logits, right, rtol=0, atol=1e-4)
         return logits
@@ -193,6 +214,7 @@ def keeps_the_head_in_fp32(world: World, *, stage: int) -> None:
     shown = logits()
     with engine.averaged():
         logits()
+    # Values of bf16 would be 0.0625 apart, or equal.
     gaps = shown[shown < -8].sort().values.diff()
     assert gaps[gaps > 0].min() < 0.0625 / 32
 
@@ -204,17 +226,22 @@ def compiles_without_graph_breaks(world: World, *, stage: int) -> None:
     counters.clear()
     model = new_model("adamw")
     checkpoint_activations(model)
+    # Without inductor, which compiles C++ for minutes: breaks show in the graphs alone.
     compile_blocks(model, backend="aot_eager")
     machine = machine_of(world, stage)
     training = Training("adamw", machine, world, model=model)
+
+    # An evaluation in the middle, as in a run: other batch, no gradients, and back.
     training.train(HALF)
     training.engine.eval()
     with torch.no_grad():
         training.engine.logits(IMAGES[:4])
     training.engine.train()
     training.train(STEPS)
-    check("adamw", training.finish(), train_reference("adamw", machine), exact=True)
+    right = train_reference("adamw", machine)
+    check("adamw", training.finish(), right, exact=True)
     assert not counters["graph_break"]
+    # 0 would mean that nothing was compiled; one for each block, that none is shared.
     assert 1 <= counters["stats"]["unique_graphs"] <= 4
 
 
@@ -222,23 +249,25 @@ def sends_gradients_in_the_backward_pass(
     world: World, *, stage: int, precision: str
 ) -> None:
     """In buckets, once an update."""
-    training = Training("adamw", machine_of(world, stage, precision), world)
+    machine = machine_of(world, stage, precision)
+    training = Training("adamw", machine, world)
     sizes = []
     send = dist.all_reduce
 
-    def recorded(tensor: torch.Tensor, *given, **options):
+    def recorded(tensor: torch.Tensor, *arguments, **options):
         if torch._C._current_graph_task_id() != -1:  # autograd runs
             sizes.append(tensor.numel())
-        return send(tensor, *given, **options)
+        return send(tensor, *arguments, **options)
 
     with patch.object(dist, "all_reduce", recorded):
         training.train(3)
-    num_parameters = sum(
-        parameter.numel() for parameter in new_model("adamw").parameters()
-    )
+    parameters = new_model("adamw").parameters()
+    num_elements = sum(parameter.numel() for parameter in parameters)
+    # Three updates, of several buckets each: one large one could not be sent meanwhile.
     assert len(sizes) >= 3 * 4
-    assert max(sizes) < num_parameters / 3
-    assert sum(sizes) == pytest.approx(3 * num_parameters, rel=0.01)  # with padding
+    assert max(sizes) < num_elements / 3
+    # Twice as many would mean that each micro-batch sends.
+    assert sum(sizes) == pytest.approx(3 * num_elements, rel=0.01)  # with padding
 
 
 def resumes_the_loss_scale(world: World) -> None:
@@ -248,10 +277,10 @@ def resumes_the_loss_scale(world: World) -> None:
     """
     get_accelerator().is_fp16_supported = lambda: True
     machine = machine_of(world, 1, "fp16")
-    with patch(
-        "vitscale.training.session.resolve_precision", lambda *given: torch.float16
-    ):
+    resolve_precision = "vitscale.training.session.resolve_precision"
+    with patch(resolve_precision, lambda *settings: torch.float16):
         first = Training("skipped", machine, world)
+        # DeepSpeed tolerates one overflow; the count of those, too, must move.
         first.train(4)
         second = continued(first, machine)
     second.train(STEPS)
@@ -259,20 +288,25 @@ def resumes_the_loss_scale(world: World) -> None:
     # All skipped updates but the first halved the scale.
     assert second.engine.health().skipped == 4
     assert second.engine.loss_scale == 2.0 ** (FP16_POWER - 3)
-    check("skipped", second.finish(), train_reference("skipped", machine), exact=False)
+    right = train_reference("skipped", machine)
+    check("skipped", second.finish(), right, exact=False)
 
 
 def takes_the_gpu_that_a_task_sees(world: World) -> None:
     """DeepSpeed took the local rank for its number: 1 on the second rank, which has GPU 0 alone."""
-    chosen = []
+    devices = []
     alone = replace(world, device=torch.device("cpu", 0))
-    with patch.object(
-        get_accelerator(), "set_device", lambda device: chosen.append(str(device))
-    ):
+
+    def record(device: Any) -> None:
+        devices.append(str(device))
+
+    with patch.object(get_accelerator(), "set_device", record):
         for stage in (0, 1, 3):
             new_engine("adamw", machine_of(world, stage), alone).close()
     assert torch.nn.functional.linear is torch._C._nn.linear  # ZeRO 3 had replaced it
-    assert chosen == "0 0 0 cpu".split()
+    # Each engine sets it once; the partitioning of ZeRO 3 sets it again, and names it otherwise.
+    assert devices == "0 0 0 cpu".split()
+    # What other libraries and our own messages call the rank stays as the launcher set it.
     assert os.environ["LOCAL_RANK"] == str(world.rank)
 
 
@@ -280,10 +314,12 @@ def refuses_other_graphs(world: World, *, stage: int) -> None:
     """Ranks whose losses use other parameters, from the start or later, get no wrong gradients."""
     for is_first_loss in (True, False):
         engine = new_engine("adamw", machine_of(world, stage), world)
-        if not is_first_loss:
-            engine.backward(engine.logits(IMAGES[:4]).sum())
-            engine.step()
         loss = engine.logits(IMAGES[:4]).sum()
+        # The first graph of a rank is compared with the other ranks', later ones with its own.
+        if not is_first_loss:
+            engine.backward(loss)
+            engine.step()
+            loss = engine.logits(IMAGES[:4]).sum()
         if not world.is_first:
             loss = engine._engine.module.head.bias.sum()  # no other parameter
 
@@ -291,6 +327,7 @@ def refuses_other_graphs(world: World, *, stage: int) -> None:
         if is_first_loss or not world.is_first:
             with refused("does not use"):
                 engine.backward(loss)
+        # Only one rank was refused: the other must not close the engine while that one works.
         if not is_first_loss:
             dist.barrier()
         engine.close()
@@ -346,6 +383,7 @@ CHECKS = {
 
 def main() -> None:
     with process_group(device="cpu", timeout_min=5, num_threads=1) as world:
+        # All in one group of processes: starting one takes longer than most checks.
         for name in sys.argv[1:] or CHECKS:
             CHECKS[name](world)
             print(f"passed: {name}", flush=True)

@@ -14,8 +14,14 @@ from vitscale.distributed.world import World
 from vitscale.evaluation.evaluation import Outputs, Subject
 
 WORLD = World(
-    rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu")
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    device=torch.device("cpu"),
 )
+# No test has a multiple of 3 by chance alone: most last batches are padded.
+BATCH = 3
 
 
 def index_of(
@@ -26,6 +32,7 @@ def index_of(
     return SplitIndex(
         folder=folder,
         split="val",
+        # Places that no tar has: an evaluation of given outputs must read no image.
         shard_of=np.zeros(num, np.int32),
         offset=np.arange(num),
         length=np.ones(num, np.int64),
@@ -62,36 +69,38 @@ class GivenOutputs(Subject):
         self, index, output: str, *, samples: np.ndarray | None = None
     ) -> Iterator[Outputs]:
         assert output in self.model.known_outputs
-        values = index.values if self.values is None else self.values
-        samples = np.arange(index.num_samples) if samples is None else samples
-        size = 3
+        values = self.values
+        if values is None:
+            values = index.values
+        if samples is None:
+            samples = np.arange(index.num_samples)
         self.extracted.append(samples)
-        for first in range(0, len(samples), size):
-            chosen = samples[first : first + size]
-            padded = np.resize(chosen, size)
+        for first in range(0, len(samples), BATCH):
+            chosen = samples[first : first + BATCH]
+            # As the loader pads: samples again, with weight 0. Who counts them is wrong.
+            padded = np.resize(chosen, BATCH)
             labels = torch.from_numpy(index.label[padded].astype(np.int64))
-            weights = (torch.arange(size) < len(chosen)).float()
+            weights = (torch.arange(BATCH) < len(chosen)).float()
             yield Outputs(values[torch.from_numpy(padded)], labels, weights, padded)
 
 
-def _subject(*outputs: str, **values) -> GivenOutputs:
+def _subject(*outputs: str, train=(), **values) -> GivenOutputs:
     """outputs: that the model knows. values: fields of the subject."""
-    model = SimpleNamespace(world=WORLD, known_outputs=outputs)
-    data = DataSettings(path="shards", global_batch=3)
-    common = {
-        "model": model,
-        "data": data,
-        "train": (),
-        "image_size": 8,
-        "micro_batch": 3,
-    }
-    return GivenOutputs(**{**common, **values})
+    return GivenOutputs(
+        model=SimpleNamespace(world=WORLD, known_outputs=outputs),
+        data=DataSettings(path="shards", global_batch=BATCH),
+        train=train,
+        image_size=8,
+        micro_batch=BATCH,
+        **values,
+    )
 
 
 def array_subject(train, val) -> GivenOutputs:
     """train: one part, or several as a tuple."""
-    parts = train if isinstance(train, tuple) else (train,)
-    return _subject("logits", "features", "blocks", train=parts, val=val)
+    if not isinstance(train, tuple):
+        train = (train,)
+    return _subject("logits", "features", "blocks", train=train, val=val)
 
 
 def given_outputs(
@@ -104,12 +113,17 @@ def given_outputs(
     val: SplitIndex | None = None,
 ) -> GivenOutputs:
     """values: [N, outputs]. The last batch of three is padded if N is no multiple of 3."""
+    num_outputs = values.shape[1]
+    # Without names of its own the split has a class for each output.
+    if val is None:
+        val = index_of(labels, classes or [str(i) for i in range(num_outputs)])
+    if model_classes is not None:
+        model_classes = tuple(model_classes)
     return _subject(
         "logits",
         values=values,
-        val=val
-        or index_of(labels, classes or [str(i) for i in range(values.shape[1])]),
-        num_outputs=values.shape[1],
-        classes=None if model_classes is None else tuple(model_classes),
+        val=val,
+        num_outputs=num_outputs,
+        classes=model_classes,
         folder=folder,
     )

@@ -16,6 +16,7 @@ from tests.support.ranks.run_states import RunState, differences, read_state
 from tests.support.ranks.warm_ranks import ROOT, WarmRank, WarmStarter, end_session
 from tests.support.waiting import PATIENCE_S, wait_until
 
+# Steps of a training, between saves and between log lines; micro-batches of a step.
 STEPS = 24
 INTERVAL = 5
 LOGGED = 4
@@ -78,31 +79,38 @@ class FaultRuns:
         is_node_of_its_own: each rank, n0, n1, ...
         """
         folder.mkdir(parents=True, exist_ok=True)
-        command = [ROOT / f"{stage}/main.py"]
-        command += [
+        command = [
+            ROOT / f"{stage}/main.py",
             "--config",
             ROOT / f"configs/digits/{stage}.yaml",
             *SETTINGS,
             *model,
+            f"data.path={shards or self.shards}",
+            f"output={folder / 'run'}",
+            *settings,
         ]
-        command += [f"data.path={shards or self.shards}", f"output={folder / 'run'}"]
         environment = {"VITSCALE_HOLD": str(folder)}
+        # Undisturbed trainings are those of the script itself: no patch can be what they share.
         if faults or mutant:
             command.insert(0, ROOT / "tests/support/ranks/patched_rank.py")
             environment["VITSCALE_MUTANT"] = mutant
-        own = [
-            {"VITSCALE_FAULTS": json.dumps(list((faults or {}).get(rank, ())))}
-            for rank in range(num_ranks)
-        ]
-        for rank, environment_of_rank in enumerate(own if is_node_of_its_own else ()):
-            environment_of_rank |= {"SLURMD_NODENAME": f"n{rank}"}
-            environment_of_rank |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+        own_environment = []
+        for rank in range(num_ranks):
+            faults_of_rank = list((faults or {}).get(rank, ()))
+            variables = {"VITSCALE_FAULTS": json.dumps(faults_of_rank)}
+            # Each is then alone on its node, as far as it can see.
+            if is_node_of_its_own:
+                variables["SLURMD_NODENAME"] = f"n{rank}"
+                variables["LOCAL_RANK"] = "0"
+                variables["LOCAL_WORLD_SIZE"] = "1"
+            own_environment.append(variables)
         return self.starter.start(
-            [*command, *settings],
+            command,
             num_ranks=num_ranks,
             folder=folder,
             environment=environment,
-            own_environment=own,
+            own_environment=own_environment,
         )
 
     def run(self, folder: Path, *settings: str, **how) -> list[int]:
@@ -116,6 +124,7 @@ class FaultRuns:
 
     def undisturbed(self, *settings: str, **how) -> Path:
         """The run folder of a training without a fault, which tests must not change."""
+        # Each is trained once for all tests of a session: most have the same settings.
         key = (*settings, *map(str, how.values()))
         if key not in self._undisturbed:
             folder = self.folder / f"undisturbed {len(self._undisturbed)}"
@@ -137,6 +146,7 @@ def wait_all(ranks: Sequence[WarmRank]) -> list[int]:
     try:
         return [rank.wait(timeout_s=PATIENCE_S) for rank in ranks]
     finally:
+        # Of a test that fails: ranks that hang would slow all tests after it.
         for rank in ranks:
             if rank.poll() is None:
                 end_session(rank.pid)
@@ -146,11 +156,13 @@ def wait_and_end_others(
     ranks: Sequence[WarmRank], *, grace_s: float = 0.3
 ) -> list[int]:
     """Exit codes, as under a launcher: the other ranks are killed after the first one's end."""
-    wait_until(
-        lambda: any(rank.poll() is not None for rank in ranks), else_say=ranks[0].output
-    )
+
+    def num_running() -> int:
+        return sum(rank.poll() is None for rank in ranks)
+
+    wait_until(lambda: num_running() < len(ranks), else_say=ranks[0].output)
     deadline = time.monotonic() + grace_s
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+    while num_running() and time.monotonic() < deadline:
         time.sleep(0.01)
     for rank in ranks:
         rank.send_signal(signal.SIGKILL)
@@ -161,6 +173,7 @@ def wait_for_hold(folder: Path, ranks: Sequence[WarmRank]) -> None:
     """Wait until a rank is held; `release_hold` continues it."""
 
     def is_held() -> bool:
+        # A rank that has ended will never be held: its output says why it ended.
         assert all(rank.poll() is None for rank in ranks), ranks[0].output()
         return (folder / "held").exists()
 
@@ -177,12 +190,14 @@ def output(folder: Path) -> str:
 
 def newest_step(folder: Path) -> int:
     """Step of the newest committed checkpoint, by name; 0: none."""
-    names = [path.name for path in (folder / "run/checkpoints").glob("step-*")]
-    return max((int(name.removeprefix("step-")) for name in names), default=0)
+    folders = (folder / "run/checkpoints").glob("step-*")
+    steps = [int(path.name.removeprefix("step-")) for path in folders]
+    return max(steps, default=0)
 
 
 def copy_run(killed: Path, folder: Path) -> Path:
     shutil.copytree(killed, folder, dirs_exist_ok=True)
+    # Logs are appended to: what a resume prints must not be mixed with what the killed run did.
     for log in folder.glob("rank-*.log"):
         log.unlink()
     return folder

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,13 @@ close: vitscale.tracking.tracker Tracker.close
 leave: torch.distributed destroy_process_group
 """)
 Call = Callable[[], Any]
+Arguments = tuple[Any, ...]
+# Does a fault in place of a call, or beside it; the arguments are those of the call.
+Action = Callable[[Call, Arguments], Any]
 
 
-def _signal(*numbers: signal.Signals) -> Callable[[Call, tuple[Any, ...]], Any]:
-    def act(call: Call, args: tuple[Any, ...]):
+def _signal(*numbers: signal.Signals) -> Action:
+    def act(call: Call, _: Arguments):
         for number in numbers:
             os.kill(os.getpid(), number)
         return call()
@@ -64,63 +68,71 @@ def _signal(*numbers: signal.Signals) -> Callable[[Call, tuple[Any, ...]], Any]:
     return act
 
 
-def _signal_worker(number: signal.Signals) -> Callable[[Call, tuple[Any, ...]], Any]:
-    def act(call: Call, args: tuple[Any, ...]):
+def _signal_worker(number: signal.Signals) -> Action:
+    def act(call: Call, _: Arguments):
         os.kill(worker_pids()[0], number)
         return call()
 
     return act
 
 
-def _hold(call: Call, args: tuple[Any, ...]):
+def _hold(call: Call, _: Arguments):
     """Wait until the test calls `release_hold`."""
     folder = Path(os.environ["VITSCALE_HOLD"])
     (folder / "held").touch()
+    # Not for ever: a test that fails in between leaves a rank that ends by itself.
     deadline = time.monotonic() + 60
     while not (folder / "go").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     return call()
 
 
-def _poison(call: Call, args: tuple[Any, ...]):
+def _poison(call: Call, _: Arguments):
     return call() * float("nan")
 
 
-def _lag_and_kill(call: Call, args: tuple[Any, ...]):
+def _lag_and_kill(call: Call, _: Arguments):
+    # Long enough for a save in the background to be committed before.
     time.sleep(2)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _hang(call: Call, args: tuple[Any, ...]):
+def _hang(call: Call, _: Arguments):
+    # Longer than any limit that should end it.
     time.sleep(600)
     return call()
 
 
-def _exit(code: int) -> Callable[[Call, tuple[Any, ...]], Any]:
-    def act(call: Call, args: tuple[Any, ...]):
+def _exit(code: int) -> Action:
+    def act(call: Call, _: Arguments):
+        # Without Python's end, as a library does that calls exit in C.
         os._exit(code)
 
     return act
 
 
-def _raise(call: Call, args: tuple[Any, ...]):
+def _raise(call: Call, _: Arguments):
     raise RuntimeError("injected fault")
 
 
-def _raise_oserror(call: Call, args: tuple[Any, ...]):
-    raise OSError(5, "Input/output error", str(args[0]) if args else None)
+def _raise_oserror(call: Call, arguments: Arguments):
+    # As the system's own: the first argument of the places that write is the path.
+    path = str(arguments[0]) if arguments else None
+    raise OSError(5, "Input/output error", path)
 
 
-def _lack(call: Call, args: tuple[Any, ...]):
+def _lack(call: Call, _: Arguments):
     raise UserError("is not here", where="what the run needs", next_step="look for it")
 
 
-ACTIONS = {
+# Signals to this rank, or to its first loader worker; then everything else.
+ACTIONS: dict[str, Action] = {
     "kill": _signal(signal.SIGKILL),
     "crash": _signal(signal.SIGSEGV),
     "stop": _signal(signal.SIGSTOP),
     "SIGTERM": _signal(signal.SIGTERM),
     "SIGUSR2": _signal(signal.SIGUSR2),
+    # Each may come again before the first one has been acted on, and mixed with the other.
     "burst": _signal(*[signal.SIGUSR2, signal.SIGTERM] * 10),
     "kill worker": _signal_worker(signal.SIGKILL),
     "SIGTERM worker": _signal_worker(signal.SIGTERM),
@@ -140,22 +152,21 @@ def plant(fault: dict[str, Any]) -> None:
     """`nth`: a number, or "every" for all calls."""
     module_name, path = PLACES[fault["place"]].split()
     owner = importlib.import_module(module_name)
-    *outer, name = path.split(".")
-    for each in outer:
-        owner = getattr(owner, each)
-    own = getattr(owner, name)
+    *class_names, name = path.split(".")
+    for class_name in class_names:
+        owner = getattr(owner, class_name)
+    original = getattr(owner, name)
     calls = 0
 
     def faulty(*args, **kwargs):
         nonlocal calls
-
-        def call():
-            return own(*args, **kwargs)
-
         calls += 1
+        call = partial(original, *args, **kwargs)
         if fault["nth"] not in (calls, "every"):
             return call()
-        (Path(os.environ.get("VITSCALE_HOLD", ".")) / "fault").touch()
+        # A test can see that its fault was reached, even if the run survives it.
+        folder = Path(os.environ.get("VITSCALE_HOLD", "."))
+        (folder / "fault").touch()
         return ACTIONS[fault["do"]](call, args)
 
     setattr(owner, name, faulty)
@@ -168,20 +179,18 @@ def _replaced(kind: str, by: str | None) -> Callable[[], None]:
     """Restore tensors of a kind as zeros, or from those of another kind."""
 
     def patch() -> None:
-        own = Engine.import_state
+        original = Engine.import_state
 
         def import_state(self: Engine, read: ReadPart, *, optimizer_steps: int) -> None:
             def changed(name: str, start: int, count: int) -> torch.Tensor:
-                found, _, rest = name.partition(".")
-                if found != kind:
+                kind_of_name, _, parameter = name.partition(".")
+                if kind_of_name != kind:
                     return read(name, start, count)
-                return (
-                    torch.zeros(count)
-                    if by is None
-                    else read(f"{by}.{rest}", start, count)
-                )
+                if by is None:
+                    return torch.zeros(count)
+                return read(f"{by}.{parameter}", start, count)
 
-            own(self, changed, optimizer_steps=optimizer_steps)
+            original(self, changed, optimizer_steps=optimizer_steps)
 
         Engine.import_state = import_state
 
@@ -189,33 +198,35 @@ def _replaced(kind: str, by: str | None) -> Callable[[], None]:
 
 
 def _no_step_count() -> None:
-    own = Engine.import_state
+    original = Engine.import_state
 
     def import_state(self: Engine, read: ReadPart, *, optimizer_steps: int) -> None:
-        own(self, read, optimizer_steps=0)
+        original(self, read, optimizer_steps=0)
 
     Engine.import_state = import_state
 
 
 def _data_from_the_start() -> None:
-    own = session.training_batches
+    original = session.training_batches
 
     def training_batches(*args, start: int, stop: int, **kwargs):
-        return own(*args, start=0, stop=stop - start, **kwargs)
+        # As many samples, so that the run ends at the same step.
+        return original(*args, start=0, stop=stop - start, **kwargs)
 
     session.training_batches = training_batches
 
 
 def _seed_by_process() -> None:
-    own = session.seed_step
+    original = session.seed_step
 
     def seed_step(seed: int, *, step: int, **kwargs) -> None:
         # The killed training resumes at step 15.
-        own(seed, step=step - 15, **kwargs)
+        original(seed, step=step - 15, **kwargs)
 
     session.seed_step = seed_step
 
 
+# Each part of the state without which a resume is not exact: a test that misses one is too weak.
 MUTANTS = {
     "weights": _replaced("model", "ema"),
     "second moments": _replaced("exp_avg_sq", None),
@@ -232,9 +243,12 @@ def main() -> None:
     mutant = os.environ.get("VITSCALE_MUTANT")
     if mutant:
         MUTANTS[mutant]()
+
+    # From here on as `python pretrain/main.py ...`.
     del sys.argv[0]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    script = sys.argv[0]
+    sys.path[0] = str(Path(script).parent)
+    runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

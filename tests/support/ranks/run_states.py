@@ -43,55 +43,58 @@ def read_state(folder: Path) -> RunState:
 def journal_rows(folder: Path) -> list[Values]:
     """Rows without times. The torn last line of a killed run is skipped."""
     path = folder / "journal.jsonl"
+    if not path.exists():
+        return []
+    # What follows the last line end is torn, or empty.
+    *lines, _ = path.read_text().split("\n")
     rows = []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-        if line.endswith("\n"):
-            values = json.loads(line)
-            rows.append(
-                {
-                    key: value
-                    for key, value in values.items()
-                    if not key.startswith(TIMES)
-                }
-            )
+    for line in lines:
+        values = json.loads(line).items()
+        rows.append({key: value for key, value in values if not key.startswith(TIMES)})
     return rows
 
 
 def differences(ours: RunState, theirs: RunState) -> list[str]:
     """One line for each thing that is not equal bit by bit; empty for equal runs."""
-    found = (
-        [] if ours.step == theirs.step else [f"step: {ours.step}, not {theirs.step}"]
-    )
-    found += _different_tensors(ours.tensors, theirs.tensors)
+    lines = []
+    if ours.step != theirs.step:
+        lines.append(f"step: {ours.step}, not {theirs.step}")
+    lines += _different_tensors(ours.tensors, theirs.tensors)
     for name in ("progress", "description"):
         one = getattr(ours, name)
         other = getattr(theirs, name)
-        keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
-        found += [f"{name} {key}: {one.get(key)}, not {other.get(key)}" for key in keys]
+        for key in {**one, **other}:
+            if one.get(key) != other.get(key):
+                lines.append(f"{name} {key}: {one.get(key)}, not {other.get(key)}")
+
+    # The first row that differs tells when the runs parted; later ones follow from it.
     if ours.journal != theirs.journal:
         pairs = zip(ours.journal, theirs.journal, strict=False)
         first = next((f"{a} not {b}" for a, b in pairs if a != b), "lengths")
-        found.append(
+        lines.append(
             f"journal ({len(ours.journal)} and {len(theirs.journal)} rows): {first}"
         )
-    return found
+    return lines
 
 
 def _different_tensors(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    found = [
-        f"tensor {name}: only one has it"
-        for name in sorted(ours.keys() ^ theirs.keys())
-    ]
+    lines = []
+    for name in sorted(ours.keys() ^ theirs.keys()):
+        lines.append(f"tensor {name}: only one has it")
     unequal = [
         name
         for name in sorted(ours.keys() & theirs.keys())
-        # As bytes: NaN equals itself, and -0 is not 0.
-        if ours[name].dtype != theirs[name].dtype
-        or ours[name].numpy().tobytes() != theirs[name].numpy().tobytes()
+        if _as_bytes(ours[name]) != _as_bytes(theirs[name])
     ]
+    # By kind: a part of the state that was not restored differs in all tensors of a kind.
     if unequal:
         kinds = sorted({name.partition(".")[0] for name in unequal})
-        found.append(f"{len(unequal)} of {len(theirs)} tensors: {', '.join(kinds)}")
-    return found
+        lines.append(f"{len(unequal)} of {len(theirs)} tensors: {', '.join(kinds)}")
+    return lines
+
+
+def _as_bytes(tensor: torch.Tensor) -> tuple[torch.dtype, bytes]:
+    # NaN then equals itself, and -0 is not 0.
+    return tensor.dtype, tensor.numpy().tobytes()

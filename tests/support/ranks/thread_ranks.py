@@ -16,22 +16,21 @@ def run_ranks(
     barrier = threading.Barrier(num_ranks)
     values = [None] * num_ranks
 
-    def one(rank: int) -> T:
+    def run_rank(rank: int) -> T:
         def gather(value) -> list[Any]:
             values[rank] = value
             barrier.wait(WAIT_S)
-            found = list(values)
+            gathered = list(values)
+            # No rank may write its next value before all have read these.
             barrier.wait(WAIT_S)
-            return found
+            return gathered
 
         try:
             return work(rank, gather)
         except BaseException:
+            # The others would wait for this rank.
             barrier.abort()
             raise
 
     with ThreadPoolExecutor(num_ranks) as pool:
-        return [
-            each.result()
-            for each in [pool.submit(one, rank) for rank in range(num_ranks)]
-        ]
+        return list(pool.map(run_rank, range(num_ranks)))

@@ -70,9 +70,11 @@ class Script:
             "a fork never releases the locks of other threads"
         )
         end_with_server()
+        # A session of its own: whatever the rank starts can be found, and ended with it.
         os.setsid()
         log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for fd, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for fd, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(fd, target)
         os.environ.clear()
         os.environ.update(self.environment)
@@ -90,7 +92,10 @@ class Script:
         try:
             runpy.run_path(self.path, run_name="__main__")
         except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            # As Python does: None is success, and a text is an error.
+            code = end.code
+            if not isinstance(code, int):
+                code = int(code is not None)
         except BaseException:
             traceback.print_exc()
             code = 1
@@ -137,16 +142,20 @@ class WarmRank:
 
     def output(self) -> str:
         """What it printed, with earlier starts that used the same log."""
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
+        if not self.log.exists():
+            return ""
+        return self.log.read_text(errors="replace")
 
     def workers(self) -> list[int]:
         """Process ids of its loader workers: its children are servers."""
         with suppress(psutil.NoSuchProcess):
-            servers = psutil.Process(self.pid).children()
-            workers = [worker for server in servers for worker in server.children()]
-            return [
-                each.pid for each in workers if each.status() != psutil.STATUS_ZOMBIE
-            ]
+            pids = []
+            for server in psutil.Process(self.pid).children():
+                for worker in server.children():
+                    # One that has ended stays until its server asks for its exit code.
+                    if worker.status() != psutil.STATUS_ZOMBIE:
+                        pids.append(worker.pid)
+            return pids
         return []
 
 
@@ -192,25 +201,24 @@ class WarmStarter:
         path, *arguments = map(str, command)
         ranks = []
         for rank in range(num_ranks):
+            # What a launcher sets; a test may set more, or other values.
             variables = {
+                **self.environment,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(num_ranks),
                 "LOCAL_WORLD_SIZE": str(num_ranks),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
+                **(environment or {}),
             }
-            own = own_environment[rank] if own_environment else {}
+            if own_environment:
+                variables |= own_environment[rank]
             log = folder / f"rank-{rank}.log"
             script = Script(
                 path=str(Path(path).resolve()),
                 arguments=arguments,
-                environment={
-                    **self.environment,
-                    **variables,
-                    **(environment or {}),
-                    **own,
-                },
+                environment=variables,
                 folder=str(folder),
                 log=str(log),
             )
@@ -227,12 +235,13 @@ class WarmStarter:
 
 def session_of(leader: int) -> list[int]:
     """Living processes of the session that a rank leads, itself included."""
-    found = []
+    living = []
     for pid in psutil.pids():
+        # A process may end while its state is read.
         with suppress(ProcessLookupError):
             if os.getsid(pid) == leader and process_state(pid) != "zombie":
-                found.append(pid)
-    return found
+                living.append(pid)
+    return living
 
 
 def end_session(leader: int) -> None:
