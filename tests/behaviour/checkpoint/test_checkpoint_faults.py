@@ -39,16 +39,20 @@ DISK_CALLS = """
 @pytest.fixture(scope="module")
 def strace() -> str:
     """Skipped where it is missing or may not trace."""
-    found = shutil.which("strace")
-    works = found and subprocess.run([found, "-o", os.devnull, "true"]).returncode == 0
+    path = shutil.which("strace")
+    works = False
+    if path:
+        tried = subprocess.run([path, "-o", os.devnull, "true"])
+        works = tried.returncode == 0
     if not works:
         skip_or_fail("strace is missing or may not trace: apt-get install strace")
-    return found
+    return path
 
 
 def calls_of(log: Path) -> list[str]:
     """Every system call of a watched writer in strace's notation: NAME:when=N."""
     counts = Counter()
+    # A fault is placed by the name of a call and how often that was called before.
     occasions = []
     for name in re.findall(r"^(\w+)\(", log.read_text(), flags=re.MULTILINE):
         counts[name] += 1
@@ -59,19 +63,17 @@ def calls_of(log: Path) -> list[str]:
 def save_under(strace: str, folder: Path, inject: str | None) -> int:
     """Exit code of a writer of step 2 with a fault, or (None) only watched."""
     light_save(folder, step=1)
+
+    # The writer stops itself after its imports: only the save is traced.
     writer = subprocess.Popen([sys.executable, WRITER, str(folder), "2", "1"])
     os.waitid(os.P_PID, writer.pid, os.WSTOPPED | os.WNOWAIT)
-    options = [] if inject is None else ["-e", f"inject={inject}"]
-    command = [
-        strace,
-        "-q",
-        "-o",
-        folder.with_suffix(".log"),
-        *options,
-        "-p",
-        str(writer.pid),
-    ]
+    command = [strace, "-q", "-o", folder.with_suffix(".log")]
+    if inject is not None:
+        command += ["-e", f"inject={inject}"]
+    command += ["-p", str(writer.pid)]
     tracer = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+    # Calls before strace is attached would be missed.
     status = Path(f"/proc/{writer.pid}/status")
     while "TracerPid:\t0" in status.read_text():
         assert tracer.poll() is None, "strace could not attach"
@@ -87,15 +89,17 @@ def check_recovery(folder: Path, *, promised: bool) -> int:
     checkpoint, complaints = newest_checkpoint(folder)
     assert checkpoint is not None
     assert complaints == []
-    assert checkpoint.step in ((2,) if promised else (1, 2))
-    assert checkpoint.progress == {"n": checkpoint.step, "unreadable": 0}
-    assert (
-        read_tensors(checkpoint.files)["model.0"].tolist() == [checkpoint.step] * LENGTH
-    )
-    light_save(folder, step=2, keep=1, attempt="again")
-    light_save(folder, step=3, keep=1, attempt="again")
+    step = checkpoint.step
+    assert step in ((2,) if promised else (1, 2))
+    assert checkpoint.progress == {"n": step, "unreadable": 0}
+    tensors = read_tensors(checkpoint.files)
+    assert tensors["model.0"].tolist() == [step] * LENGTH
+
+    # What the fault left takes no space for ever.
+    for later in (2, 3):
+        light_save(folder, step=later, keep=1, attempt="again")
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]
-    return checkpoint.step
+    return step
 
 
 def fault_at_each(
@@ -111,17 +115,21 @@ def fault_at_each(
     assert save_under(strace, watched, None) == 0
     assert check_recovery(watched, promised=True) == 2
     occasions = calls_of(watched.with_suffix(".log"))
-    wanted = [each for each in occasions if not calls or each.split(":")[0] in calls]
-    found = []
-    for number, occasion in enumerate(wanted[::stride]):
+    if calls:
+        occasions = [text for text in occasions if text.split(":")[0] in calls]
+
+    outcomes = []
+    for number, occasion in enumerate(occasions[::stride]):
         folder = tmp_path / str(number)
         name, when = occasion.split(":")
         code = save_under(strace, folder, f"{name}:{fault}:{when}")
+
+        # A fault that was never met would prove nothing.
         log = folder.with_suffix(".log").read_text()
         assert code == -signal.SIGKILL or "(INJECTED)" in log, f"{occasion} never came"
-        found.append((code, check_recovery(folder, promised=code == 0)))
+        outcomes.append((code, check_recovery(folder, promised=code == 0)))
         shutil.rmtree(folder)
-    return found
+    return outcomes
 
 
 def some_or_every(stride: int) -> list[Any]:
@@ -131,44 +139,50 @@ def some_or_every(stride: int) -> list[Any]:
 
 @every(stride=some_or_every(9))
 def test_save_survives_a_kill_at_any_system_call(strace, tmp_path, stride):
-    found = fault_at_each(strace, tmp_path, "signal=KILL", stride=stride)
-    assert {code for code, _ in found} == {-9}
-    steps = [step for _, step in found]
-    assert steps == sorted(steps) and set(steps) == {1, 2}, (
-        "once committed, always there"
-    )
+    outcomes = fault_at_each(strace, tmp_path, "signal=KILL", stride=stride)
+    assert {code for code, _ in outcomes} == {-9}
+
+    # Once committed, always there: later kills find step 2.
+    steps = [step for _, step in outcomes]
+    assert steps == sorted(steps)
+    assert set(steps) == {1, 2}
 
 
 @every(stride=some_or_every(4))
 @every(fault="error=ENOSPC, error=EIO")
 def test_save_survives_a_disk_error_at_any_call(strace, tmp_path, fault, stride):
-    found = fault_at_each(strace, tmp_path, fault, calls=DISK_CALLS, stride=stride)
-    assert {code for code, _ in found} <= {0, 2}
-    assert (2, 1) in found
+    outcomes = fault_at_each(strace, tmp_path, fault, calls=DISK_CALLS, stride=stride)
+
+    # Some calls may fail without harm; others must be reported.
+    assert {code for code, _ in outcomes} <= {0, 2}
+    assert (2, 1) in outcomes
 
 
 def test_save_survives_a_disk_full_at_any_point(tmp_path):
     """Room for zero more pages, for one, and so on, until the save fits."""
-    refused = 0
+    num_refused = 0
+    options = ["tmpfs", "-t", "tmpfs", "-o", "size=1m"]
     for room in range(20):
-        with mounted(
-            tmp_path / str(room), "tmpfs", "-t", "tmpfs", "-o", "size=1m"
-        ) as disk:
-            light_save(disk / "run", step=1)
+        with mounted(tmp_path / str(room), *options) as disk:
+            run = disk / "run"
+            light_save(run, step=1)
             used = os.statvfs(disk)
             pages = used.f_blocks - used.f_bfree + room
             limit = f"size={pages * used.f_frsize}"
             subprocess.run(["mount", "-o", f"remount,{limit}", disk], check=True)
+            fits = True
             try:
-                light_save(disk / "run", step=2, keep=1)
-                fits = True
+                light_save(run, step=2, keep=1)
             except UserError as error:
                 assert "cannot be written (No space left on device)" in str(error)
-                refused += 1
+                num_refused += 1
                 fits = False
+
+            # Space was made, so the next saves succeed.
             subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
-            check_recovery(disk / "run", promised=fits)
+            check_recovery(run, promised=fits)
         if fits:
             break
     assert fits
-    assert refused >= 2
+    assert fits
+    assert num_refused >= 2

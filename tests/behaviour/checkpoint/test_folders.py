@@ -31,7 +31,7 @@ def save(tmp_path: Path, step: int) -> Path:
     return light_save(tmp_path / "checkpoints", step=step, keep=9).folder
 
 
-# Shell commands in the folder of a checkpoint.
+# Shell commands in the folder of a checkpoint: what disks, people and other versions leave.
 DAMAGE = dict(
     line.split(": ", 1)
     for line in r"""
@@ -55,25 +55,27 @@ def damaged(kind: str, folder: Path) -> None:
     if kind == "bit flipped":
         flip(folder / RANK_FILE, -1)
         return
-    names = {"RANK": RANK_FILE, "MANIFEST": MANIFEST}
-    subprocess.run(
-        DAMAGE[kind], shell=True, check=True, cwd=folder, env=os.environ | names
-    )
+    environment = os.environ | {"RANK": RANK_FILE, "MANIFEST": MANIFEST}
+    subprocess.run(DAMAGE[kind], shell=True, check=True, cwd=folder, env=environment)
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    contents = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            contents[str(path)] = path.read_bytes()
+    return contents
 
 
 @every(damage=["bit flipped", *DAMAGE])
 def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage):
     """Without one, the run is refused: starting over would overwrite what may become readable."""
     checkpoints = tmp_path / "checkpoints"
+    first = checkpoints / "step-00000001"
+    away = tmp_path / "away"
     assert newest_checkpoint(checkpoints) == (None, [])
+
+    # A save that was killed is no checkpoint: the run starts from the beginning.
     (checkpoints / ".step-00000001.killed.tmp").mkdir(parents=True)
     assert newest_checkpoint(checkpoints) == (None, [])
     save(tmp_path, 1)
@@ -83,7 +85,9 @@ def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage):
     assert len(complaints) == 1
     assert "skipping damaged checkpoint" in complaints[0]
     assert "next:" not in complaints[0]  # the older one is taken without being asked
-    (checkpoints / "step-00000001").rename(tmp_path / "away")
+
+    # Now the damaged one is the only one.
+    first.rename(away)
     before = content(checkpoints)
     with refused("holds checkpoints, but none that can be read") as caught:
         newest_checkpoint(checkpoints)
@@ -92,7 +96,7 @@ def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage):
     assert content(checkpoints) == before
 
     # The run resumes from step 1 and commits step 2 again, over the damaged folder.
-    (tmp_path / "away").rename(checkpoints / "step-00000001")
+    away.rename(first)
     save(tmp_path, 2)
     checkpoint, complaints = newest_checkpoint(checkpoints)
     assert checkpoint.step == 2
@@ -101,26 +105,30 @@ def test_damaged_newest_falls_back_to_the_one_before(tmp_path, damage):
 
 def test_an_outage_of_storage_is_no_damage(tmp_path, monkeypatch):
     """A file that cannot be read for a moment is read again; no older step replaces it."""
+    checkpoints = tmp_path / "checkpoints"
     for step in (1, 2):
         save(tmp_path, step)
-    left = [1]
+    num_failures = 1
     read = folders.blake3_of_file
 
     def fail(path, **options):
-        left[0] -= 1
-        if left[0] >= 0:
+        nonlocal num_failures
+        num_failures -= 1
+        if num_failures >= 0:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
         return read(path, **options)
 
     monkeypatch.setattr(folders, "blake3_of_file", fail)
     pauses = []
     monkeypatch.setattr(atomic_files.time, "sleep", pauses.append)
-    checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
+    checkpoint, complaints = newest_checkpoint(checkpoints)
     assert checkpoint.step == 2
     assert complaints == []
-    left[0] = 100
+
+    # It lasts longer than all attempts.
+    num_failures = 100
     with pytest.raises(StorageError, match=r"cannot be read \(Stale file handle\)"):
-        newest_checkpoint(tmp_path / "checkpoints")
+        newest_checkpoint(checkpoints)
     assert pauses[-3:] == [0.5, 1.0, 2.0]
 
 
@@ -131,25 +139,40 @@ def test_any_flipped_bit_is_detected(tmp_path):
     for name in (RANK_FILE, MANIFEST):
         path = folder / name
         data = path.read_bytes()
-        survived = 0
+        num_survived = 0
         for position in range(len(data)):
             flip(path, position, bit=position % 8)
             try:
                 assert read_checkpoint(folder) == undamaged
-                survived += 1
+                num_survived += 1
             except UserError:
                 pass
             path.write_bytes(data)
-        assert survived < (1 if name == RANK_FILE else data.count(b" ") + 5)
+
+        # Every byte of the tensors counts; of the manifest all but the blanks between its values.
+        limit = 1
+        if name == MANIFEST:
+            limit = data.count(b" ") + 5
+        assert num_survived < limit
 
 
+# Beside the folder, anywhere, the folder above, and a pickle.
 @every(name="../outside.safetensors, /outside.safetensors, .., data.pt")
 def test_manifest_lists_tensor_files_of_its_folder_only(tmp_path, name):
     folder = save(tmp_path, 1)
     (folder.parent / "outside.safetensors").write_bytes(tensor_file(1))
-    files = {name: json.loads((folder / MANIFEST).read_text())["files"][RANK_FILE]}
-    (folder / MANIFEST).write_text(
-        manifest_text(step=1, files=files, progress={}, description={})
+    path = folder / MANIFEST
+
+    # Size and hash are right, so only the name can be the reason.
+    manifest = json.loads(path.read_text())
+    files = {name: manifest["files"][RANK_FILE]}
+    path.write_text(
+        manifest_text(
+            step=1,
+            files=files,
+            progress={},
+            description={},
+        )
     )
     with refused("not a plain file name"):
         read_checkpoint(folder)
@@ -157,18 +180,22 @@ def test_manifest_lists_tensor_files_of_its_folder_only(tmp_path, name):
 
 def test_retention_counts_whole_earlier_steps_alone(tmp_path):
     """The run resumes from before damaged steps: counting them would drop what it commits."""
-    for step, damage in (
-        (1, None),
-        (2, "truncated"),
-        (4, "bit flipped"),
-        (5, "bit flipped"),
-    ):
+    damages = {
+        1: None,
+        2: "truncated",
+        4: "bit flipped",
+        5: "bit flipped",
+    }
+    for step, damage in damages.items():
         folder = save(tmp_path, step)
         if damage:
             damaged(damage, folder)
-    light_save(folder.parent, step=3, keep=2)
-    assert [path.name[-1] for path in sorted(folder.parent.iterdir())] == [*"1345"]
-    checkpoint, complaints = newest_checkpoint(folder.parent)
+    checkpoints = folder.parent
+    light_save(checkpoints, step=3, keep=2)
+
+    # Two whole ones are kept, and the later ones, which may become readable.
+    assert [path.name[-1] for path in sorted(checkpoints.iterdir())] == [*"1345"]
+    checkpoint, complaints = newest_checkpoint(checkpoints)
     assert checkpoint.step == 3
     assert len(complaints) == 2
 
@@ -185,50 +212,61 @@ def test_files_are_verified_from_disk_before_the_commit(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
     save(tmp_path, 1)
-    assert [path.name for path in dropped] == [RANK_FILE]
-    assert dropped[0].parent.name.startswith(".step-00000001."), "not committed yet"
+
+    # Still under its temporary name: not committed yet.
+    (path,) = dropped
+    assert path.name == RANK_FILE
+    assert path.parent.name.startswith(".step-00000001.")
 
 
 @every(num_damaged="1, 2")
 def test_ranks_share_the_verification_and_agree(tmp_path, monkeypatch, num_damaged):
     checkpoints = tmp_path / "checkpoints"
     num_ranks = 5
-    hashed = []
     for step in (1, 2):
-        run_ranks(
-            num_ranks,
-            lambda rank, gather, step=step: light_save(
-                checkpoints, step=step, rank=rank, gather=gather
-            ),
-        )
+
+        def save_on(rank, gather, step=step):
+            return light_save(
+                checkpoints,
+                step=step,
+                rank=rank,
+                gather=gather,
+            )
+
+        run_ranks(num_ranks, save_on)
     for folder in step_folders(checkpoints)[:num_damaged]:
         os.truncate(folder / "rank-00003.safetensors", 20)
+
+    hashed = []
     blake3_of_file = folders.blake3_of_file
-    monkeypatch.setattr(
-        folders,
-        "blake3_of_file",
-        lambda path, **o: hashed.append(path) or blake3_of_file(path),
-    )
+
+    def noted(path, **options):
+        hashed.append(path)
+        return blake3_of_file(path, **options)
+
+    monkeypatch.setattr(folders, "blake3_of_file", noted)
+    layout = {"world_size": num_ranks}
 
     def read(rank, gather):
         try:
-            return newest_checkpoint(
-                checkpoints, rank=rank, world_size=num_ranks, gather=gather
-            )
+            return newest_checkpoint(checkpoints, rank=rank, gather=gather, **layout)
         except UserError as error:
             return str(error)
 
-    found = run_ranks(num_ranks, read)
-    assert all(each == found[0] for each in found)
+    results = run_ranks(num_ranks, read)
+    assert results == [results[0]] * num_ranks
+
+    # Each file once, by one of them; a wrong size needs no hash.
     assert len(set(hashed)) == len(hashed) == 2 * num_ranks - num_damaged
     if num_damaged == 1:
-        checkpoint, complaints = found[0]
+        checkpoint, complaints = results[0]
         assert checkpoint.step == 1
         assert "step-00000002/rank-00003.safetensors" in complaints[0]
     else:
-        assert "none that can be read" in found[0]
+        assert "none that can be read" in results[0]
 
 
+# Without scores; with some; the newest is not the best; equal ones; the best is among the newest.
 @rows("""
 - [keep, scores, kept]
 - [2, {1: null, 2: null, 3: null}, [3, 2]]
@@ -238,28 +276,34 @@ def test_ranks_share_the_verification_and_agree(tmp_path, monkeypatch, num_damag
 - [2, {1: 0.1, 2: 0.2, 3: 0.3}, [3, 2]]
 """)
 def test_the_best_checkpoint_stays_beside_the_newest(
-    tmp_path: Path, keep: int, scores: dict[int, float | None], kept: list[int]
-) -> None:
+    tmp_path, keep, scores: dict[int, float | None], kept
+):
     """Of equal ones the first; a run that resumes takes the newest, other commands the best."""
     folder = tmp_path / "checkpoints"
     for step, score in scores.items():
         light_save(folder, step=step, keep=keep, score=score)
-    assert [step_of(path) for path in step_folders(folder)] == kept
+    paths = step_folders(folder)
+    assert [step_of(path) for path in paths] == kept
     newest, _ = newest_checkpoint(folder)
-    assert newest is not None and newest.step == kept[0]
-    best = best_of(step_folders(folder))
+    assert newest is not None
+    assert newest.step == kept[0]
+
     values = {step: score for step, score in scores.items() if score is not None}
-    expected = max(values, key=lambda step: values[step], default=None)
-    assert expected == (best and step_of(best[0]))
+    best = best_of(paths)
+    if not values:
+        assert best is None
+        return
+    assert best is not None
+    path, _ = best
+    assert step_of(path) == max(values, key=lambda step: values[step])
 
 
-def test_a_later_best_checkpoint_that_is_damaged_does_not_replace_the_best(
-    tmp_path: Path,
-) -> None:
+def test_a_later_best_checkpoint_that_is_damaged_does_not_replace_the_best(tmp_path):
     """A run that resumed from before it keeps the best of its own steps, and writes it again."""
     folder = tmp_path / "checkpoints"
     for step, score in {1: 0.5, 2: 0.4, 4: 0.9}.items():
         later = light_save(folder, step=step, keep=9, score=score)
+
     # The size stays: only a hash over all of it would show the damage.
     flip(later.folder / RANK_FILE, -1)
 
@@ -270,7 +314,7 @@ def test_a_later_best_checkpoint_that_is_damaged_does_not_replace_the_best(
     assert read_checkpoint(later.folder).progress["score"]["value"] == 0.2
 
 
-def test_a_best_checkpoint_that_is_lost_harms_nothing(tmp_path: Path) -> None:
+def test_a_best_checkpoint_that_is_lost_harms_nothing(tmp_path):
     """The best of those that are there is kept from then on."""
     folder = tmp_path / "checkpoints"
     for step, score in {1: 0.9, 2: 0.5, 3: 0.6}.items():
@@ -278,6 +322,7 @@ def test_a_best_checkpoint_that_is_lost_harms_nothing(tmp_path: Path) -> None:
     (folder / "step-00000001" / RANK_FILE).unlink()
     light_save(folder, step=4, keep=1)
     assert [step_of(path) for path in step_folders(folder)] == [4, 3]
+
     # A save of a better one that never became whole.
     (folder / ".step-00000005.killed.tmp").mkdir()
     light_save(folder, step=6, keep=1)

@@ -26,6 +26,7 @@ from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import fsync_folder
 
+# All calls by which the protocol changes the disk.
 RECORDED = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 
@@ -49,26 +50,28 @@ class DiskModel:
         self.files = {}
 
     def node(self, path: str | Path) -> Node:
-        found = self.top
+        node = self.top
         for part in Path(path).relative_to(self.root).parts:
-            found = found.names[part]
-        return found
+            node = node.names[part]
+        return node
 
     def place(self, path: str | Path) -> tuple[dict[str, Node], str]:
-        return self.node(Path(path).parent).names, Path(path).name
+        """The names of the folder above, and the path's own name in it."""
+        path = Path(path)
+        return self.node(path.parent).names, path.name
 
     def apply(self, call: str, result, *arguments) -> None:
         match call, arguments:
             case "open", (path, flags, *_):
-                names, name = (
-                    self.place(path) if str(path) != str(self.root) else ({}, "")
-                )
-                if flags & os.O_CREAT and name not in names:
-                    names[name] = Node(False)
+                # A new file has a name at once, for as long as power is there.
+                if flags & os.O_CREAT:
+                    names, name = self.place(path)
+                    names.setdefault(name, Node(False))
                 self.files[result] = self.node(path)
             case "write", (fd, data):
                 self.files[fd].content += data
             case "fsync", (fd,):
+                # Of a file its content, of a folder its names.
                 node = self.files[fd]
                 node.durable_content = node.content
                 node.durable_names = dict(node.names)
@@ -91,12 +94,16 @@ class DiskModel:
 
 
 def _durable(node: Node, *, all_names: bool) -> Node:
+    """What is left of a node. all_names: names that nobody flushed are there, too."""
     names = node.names if all_names else node.durable_names
-    left = {name: _durable(child, all_names=all_names) for name, child in names.items()}
+    left = {}
+    for name, child in names.items():
+        left[name] = _durable(child, all_names=all_names)
     return Node(node.is_folder, content=node.durable_content, names=left)
 
 
 def write_out(node: Node, path: Path) -> None:
+    """Write a state's tree as real files, for the real reader."""
     if not node.is_folder:
         path.write_bytes(node.content)
         return
@@ -117,29 +124,31 @@ def rmtree(folder: Path, *, ignore_errors: bool = False) -> None:
 def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
     """Lose power after each call of three saves; return what the reader finds wrong."""
     root = tmp_path / "disk"
-    promised = 0
-    broken = []
+    after = tmp_path / "after"
     root.mkdir()
     model = DiskModel(root)
+    promised = 0
+    broken = []
 
     def lose_power(moment: str) -> None:
         for kind, state in zip(("least", "names only"), model.states(), strict=True):
-            write_out(state, tmp_path / "after")
-            found = 0
+            write_out(state, after)
+            step = 0
             with suppress(UserError):  # none that can be read
-                checkpoint, _ = newest_checkpoint(tmp_path / "after/run/checkpoints")
-                found = checkpoint.step if checkpoint else 0
-            if found < promised:
-                broken.append(
-                    f"{kind}: step {found} where {promised} was promised, {moment}"
-                )
-            shutil.rmtree(tmp_path / "after")
+                checkpoint, _ = newest_checkpoint(after / "run/checkpoints")
+                if checkpoint:
+                    step = checkpoint.step
+            if step < promised:
+                where = f"{promised} was promised, {moment}"
+                broken.append(f"{kind}: step {step} where {where}")
+            shutil.rmtree(after)
 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments, **options):
             result = function(*arguments, **options)
             if name == "write":  # the caller reuses its buffer
-                arguments = (arguments[0], bytes(arguments[1])[:result])
+                fd, data = arguments
+                arguments = (fd, bytes(data)[:result])
             moments.append((name, result, arguments))
             return result
 
@@ -152,10 +161,14 @@ def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
             for name in RECORDED:
                 patch.setattr(os, name, recorded(name, getattr(os, name)))
             light_save(root / "run/checkpoints", step=step, keep=keep)
+
+        # The save is over: now its calls happen one by one on the model.
         for number, (name, result, arguments) in enumerate(moments):
             model.apply(name, result, *arguments)
             lose_power(f"after call {number} ({name}) of save {step}")
         moments.clear()
+
+        # From here on the step may not be lost, by a later save either.
         promised = step
         lose_power(f"after save {step}")
     return broken
@@ -166,6 +179,7 @@ def test_power_loss_never_loses_a_committed_step(tmp_path, keep):
     assert broken_promises(tmp_path, keep=keep) == []
 
 
+# The right functions, which the mutants leave out parts of.
 WRITE_NEW_FILE = folders.write_new_file
 COMMIT_FOLDER = folders.commit_folder
 
@@ -179,6 +193,7 @@ def unflushed(path: Path, pieces, *, suffix: str) -> tuple[int, str]:
 
 
 def rename_only(temporary: Path, final: Path, *, flush: str) -> None:
+    """Commit with one of the two flushes that belong to it."""
     if flush == "content":
         fsync_folder(temporary)
     os.rename(temporary, final)
@@ -187,6 +202,7 @@ def rename_only(temporary: Path, final: Path, *, flush: str) -> None:
 
 
 def pruned_first(temporary: Path, final: Path) -> None:
+    """Remove the old steps before the new one has its name."""
     for path in final.parent.glob("step-*"):
         rmtree(path)
     COMMIT_FOLDER(temporary, final)

@@ -37,13 +37,21 @@ from vitscale.distributed.world import World
 
 def save(folder: Path, world: World, *, step: int, keep: int = 3) -> Path:
     store = CheckpointStore(folder, keep=keep, world=world)
-    tensors = {"model.a": torch.full((3,), float(step)), "exp_avg.a": torch.arange(3.0)}
-    store.save(tensors, step=step, progress={"n": step}, description={"grid": [1, 2]})
-    committed = store.wait()
-    return committed.folder
+    tensors = {
+        "model.a": torch.full((3,), float(step)),
+        "exp_avg.a": torch.arange(3.0),
+    }
+    store.save(
+        tensors,
+        step=step,
+        progress={"n": step},
+        description={"grid": [1, 2]},
+    )
+    return store.wait().folder
 
 
 def refuse(*_) -> None:
+    """Fail like a disk, in place of any function that writes."""
     raise OSError(errno.EIO, os.strerror(errno.EIO), "disk")
 
 
@@ -54,22 +62,35 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
     copying = threading.Event()
     writing = threading.Event()
     store = CheckpointStore(tmp_path, keep=2, world=world)
+    copying = threading.Event()
+    writing = threading.Event()
     take = store._host_copy.take
     write = folders.write_new_file
-    monkeypatch.setattr(
-        store._host_copy, "take", lambda *a: copying.wait(60) and take(*a)
-    )
-    monkeypatch.setattr(
-        folders, "write_new_file", lambda *a: writing.wait(60) and write(*a)
-    )
+
+    def late_take(*arguments):
+        copying.wait(60)
+        return take(*arguments)
+
+    def late_write(*arguments):
+        writing.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(store._host_copy, "take", late_take)
+    monkeypatch.setattr(folders, "write_new_file", late_write)
 
     weights = torch.zeros(1000)
     progress = {"n": 1}
-    store.save({"model.a": weights}, step=1, progress=progress, description={})
+    store.save(
+        {"model.a": weights},
+        step=1,
+        progress=progress,
+        description={},
+    )
 
     # What changes while the copy is made belongs to the next save.
     progress["n"] = 7
 
+    # The thread stands for the loop, which may not change the weights while they are copied.
     update = threading.Thread(target=store.wait_for_host_copy)
     update.start()
     update.join(0.2)
@@ -87,9 +108,13 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
     committed = store.wait()
     assert committed.step == 1
     assert committed.warnings == ()
-    assert store.wait() is None and store.take_committed() is None, "taken twice"
+    assert store.wait() is None, "taken twice"
+    assert store.take_committed() is None, "taken twice"
+
+    # The values at the time of the save.
     checkpoint = read_checkpoint(committed.folder)
-    assert torch.equal(read_tensors(checkpoint.files)["model.a"], torch.zeros(1000))
+    tensors = read_tensors(checkpoint.files)
+    assert torch.equal(tensors["model.a"], torch.zeros(1000))
     assert checkpoint.progress == {"n": 1}
 
 
@@ -98,30 +123,35 @@ def test_next_save_waits_and_raises_the_previous_error(
 ):
     store = CheckpointStore(tmp_path, keep=2, world=world)
     tensors = {"model.a": torch.zeros(3)}
+
+    def save_step(step):
+        store.save(
+            tensors,
+            step=step,
+            progress={},
+            description={},
+        )
+
+    # The save of 2 begins when 1 is whole.
     for step in (1, 2):
-        store.save(tensors, step=step, progress={}, description={})
-    assert read_checkpoint(store.folder / "step-00000001").step == 1, (
-        "2 began before 1 was whole"
-    )
+        save_step(step)
+    assert read_checkpoint(store.folder / "step-00000001").step == 1
     store.wait()
+
+    message = r"cannot be written \(Input/output error\)"
     with monkeypatch.context() as patch:
         patch.setattr(folders, "commit_folder", refuse)
-        store.save(tensors, step=3, progress={}, description={})
-        with pytest.raises(
-            StorageError, match=r"cannot be written \(Input/output error\)"
-        ):
-            store.save(tensors, step=4, progress={}, description={})
-    assert [path.name for path in step_folders(store.folder)] == [
-        "step-00000002",
-        "step-00000001",
-    ]
+        save_step(3)
+        with pytest.raises(StorageError, match=message):
+            save_step(4)
+    names = [path.name for path in step_folders(store.folder)]
+    assert names == ["step-00000002", "step-00000001"]
     assert not list(store.folder.glob(".step-*")), "the failed save still takes space"
-    store.save(tensors, step=4, progress={}, description={})
+    save_step(4)
     assert store.wait().step == 4
-
     # A copy that fails must not leave the update waiting for it.
     monkeypatch.setattr(store._host_copy, "take", refuse)
-    store.save(tensors, step=5, progress={}, description={})
+    save_step(5)
     with pytest.raises(OSError):
         store.wait()
     assert store._copied.wait(60), "the next update waits for ever"
@@ -131,26 +161,35 @@ def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
     tmp_path, world: World, monkeypatch
 ):
     now = 0.0
-    said = []
-    clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep, time=time.time)
+    lines = []
+    clock = SimpleNamespace(
+        monotonic=lambda: now,
+        sleep=time.sleep,
+        time=time.time,
+    )
     for module in (store, folders):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(atomic_files, "PAUSES_S", ())
+    ours = CheckpointStore(tmp_path, keep=1, world=world)
 
     def save_at(seconds):
         nonlocal now
         now = seconds
+        tensors = {"model.a": torch.zeros(3)}
         ours.save(
-            {"model.a": torch.zeros(3)}, step=int(now), progress={}, description={}
+            tensors,
+            step=int(now),
+            progress={},
+            description={},
         )
-        ours.wait(say=said.append)
+        ours.wait(say=lines.append)
 
-    ours = CheckpointStore(tmp_path, keep=1, world=world)
+    # The last whole one; then 3,500 s of failures.
     save_at(3000.0)
     monkeypatch.setattr(folders, "write_new_file", refuse)
     save_at(6500.0)
-    assert len(said) == 1
-    assert "training goes on" in said[0]
+    assert len(lines) == 1
+    assert "training goes on" in lines[0]
 
     # 3,700 s after the last checkpoint.
     with pytest.raises(folders.OverdueError):
@@ -168,6 +207,9 @@ def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
 
     def save_on(rank, gather):
         is_over = own_is_over if rank else first_is_over
+
+        # The hour ended five seconds ago, or ends in an hour.
+        left_s = -5.0 if is_over else 3600.0
         ours = folders.Save(
             checkpoints=tmp_path,
             step=1,
@@ -176,7 +218,7 @@ def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
             keep=1,
             progress={},
             description={},
-            overdue_at=now + (-5.0 if is_over else 3600.0),
+            overdue_at=now + left_s,
         )
         with pytest.raises(StorageError, match="cannot be written") as caught:
             folders.commit_save(ours, [b"x"], gather=gather)
@@ -194,20 +236,28 @@ def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
     committed = []
 
     def flush():
-        committed.append(
-            [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
-        )
+        # What was committed when the log was flushed.
+        checkpoints = tmp_path / "checkpoints"
+        committed.append([path.name for path in checkpoints.glob("step-*")])
         if error is not None:
             raise error
 
+    warnings = ()
+    if error is not None:
+        warnings = ("warning: journal.jsonl: not flushed before a commit (I/O error)",)
     ours = CheckpointStore(tmp_path, keep=2, world=world)
     tensors = {"model.a": torch.zeros(3)}
     for step in (1, 2):
-        ours.save(tensors, step=step, progress={}, description={}, before_commit=flush)
-        found = ours.wait()
-        assert found.step == step
-        warning = "warning: journal.jsonl: not flushed before a commit (I/O error)"
-        assert found.warnings == (() if error is None else (warning,))
+        ours.save(
+            tensors,
+            step=step,
+            progress={},
+            description={},
+            before_commit=flush,
+        )
+        save = ours.wait()
+        assert save.step == step
+        assert save.warnings == warnings
     assert committed == [[], ["step-00000001"]]
 
 
@@ -221,22 +271,28 @@ def test_store_waits_for_its_last_save(tmp_path, world: World, monkeypatch, stop
             if stop is not None:
                 raise stop
 
+    # Slow enough for the block to end while the save is running.
     write = folders.write_new_file
-    monkeypatch.setattr(
-        folders, "write_new_file", lambda *a: time.sleep(0.2) or write(*a)
-    )
+
+    def slow_write(*arguments):
+        time.sleep(0.2)
+        return write(*arguments)
+
+    monkeypatch.setattr(folders, "write_new_file", slow_write)
     with contextlib.suppress(SystemExit, KeyError):
         save_and_stop()
     assert read_checkpoint(tmp_path / "checkpoints/step-00000001").step == 1
+
+    # A save that fails replaces an exit code, and is a note of another error.
+    is_other = isinstance(stop, KeyError)
     monkeypatch.setattr(folders, "commit_folder", refuse)
-    with pytest.raises(
-        KeyError if isinstance(stop, KeyError) else StorageError
-    ) as caught:
+    with pytest.raises(KeyError if is_other else StorageError) as caught:
         save_and_stop()
-    if isinstance(stop, KeyError):
+    if is_other:
         assert any("not committed" in note for note in caught.value.__notes__)
 
 
+# A kind of bad value in each type that weights and moments have.
 @rows("[[name, value], [float32, .nan], [bfloat16, .inf], [float16, -.inf]]")
 def test_state_that_is_not_finite_is_not_committed(tmp_path, world: World, name, value):
     """One value of many; no run recovers from it, and retention would remove the last good step."""
@@ -245,17 +301,32 @@ def test_state_that_is_not_finite_is_not_committed(tmp_path, world: World, name,
     store = CheckpointStore(tmp_path, keep=1, world=world)
     momentum = torch.arange(1000.0).to(dtype)
     momentum[531] = value
-    tensors = {"exp_avg.a": momentum, "model.a": torch.ones(9), "n": torch.arange(3)}
-    store.save(tensors | {"empty": torch.empty(0)}, step=2, progress={}, description={})
-    with pytest.raises(
-        DivergedError, match="not saved: exp_avg.a not finite by step 2"
-    ):
+    tensors = {
+        "exp_avg.a": momentum,
+        "model.a": torch.ones(9),
+        # Integers and empty tensors are always finite.
+        "n": torch.arange(3),
+        "empty": torch.empty(0),
+    }
+    store.save(
+        tensors,
+        step=2,
+        progress={},
+        description={},
+    )
+    message = "not saved: exp_avg.a not finite by step 2"
+    with pytest.raises(DivergedError, match=message):
         store.wait()
     assert [path.name for path in store.folder.iterdir()] == [before.name]
 
     # The largest number is finite, though sums of it are not.
     momentum[531] = torch.finfo(dtype).max
-    store.save(tensors, step=2, progress={}, description={})
+    store.save(
+        tensors,
+        step=2,
+        progress={},
+        description={},
+    )
     assert store.wait() is not None
 
 
@@ -274,6 +345,8 @@ def test_save_that_reads_back_differently_is_refused(
     monkeypatch.setattr(folders, "write_new_file", lying_disk)
     with refused("does not match its hash"):
         save(tmp_path, world, step=2, keep=1)
+
+    # The last good one is still there, though only one is to be kept.
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint.step == 1
     assert complaints == []
@@ -285,10 +358,13 @@ def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world: World, monkeyp
     assert resolve_weights(str(folder)) == (read_checkpoint(folder), [])
 
     # The newest one is damaged: the one before is taken, and it is said.
-    flip(save(tmp_path, world, step=5) / "rank-00000.safetensors", -1)
+    newest = save(tmp_path, world, step=5)
+    flip(newest / "rank-00000.safetensors", -1)
     checkpoint, complaints = resolve_weights(str(tmp_path))
     assert checkpoint.step == 4
     assert "step-00000005" in complaints[0]
+
+    # A name that is no folder: what may have been meant.
     with refused("no such run(?s:.*)hf://OWNER/NAME"):
         resolve_weights(str(tmp_path / "nowhere"))
     with refused(f"did you mean {tmp_path}[?]"):
@@ -299,6 +375,8 @@ def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world: World, monkeyp
     Path("runs").symlink_to(tmp_path.parent)
     with refused(f"did you mean runs/{tmp_path.name}[?]"):
         resolve_weights(f"names/{tmp_path.name}")
+
+    # A folder inside a run is none itself.
     with refused("holds no checkpoint"):
         resolve_weights(str(folder.parent))
 
@@ -306,55 +384,76 @@ def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world: World, monkeyp
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     # One process without a group; a lock that is given up within a second.
-    alone = {"errors_on_all_ranks": lambda *_, **__: contextlib.nullcontext()}
-    times = {"BEAT_S": 0.02, "SILENT_S": 0.4, "WAIT_S": 1.0, "SETTLE_S": 0.2}
+    changes = {
+        "errors_on_all_ranks": lambda *_, **__: contextlib.nullcontext(),
+        "BEAT_S": 0.02,
+        "SILENT_S": 0.4,
+        "WAIT_S": 1.0,
+        "SETTLE_S": 0.2,
+    }
+
+    # Several beats are missed before a holder counts as gone, which a wait outlasts.
     assert 3 * store.BEAT_S < store.SILENT_S < store.WAIT_S
-    for name, value in (alone | times).items():
+    for name, value in changes.items():
         monkeypatch.setattr(f"vitscale.checkpoint.store.{name}", value)
     return tmp_path / "run"
 
 
 def lock(folder: Path) -> contextlib.AbstractContextManager[None]:
-    one = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
-    return run_folder_lock(folder, world=World(device=torch.device("cpu"), **one))
+    alone = {
+        "rank": 0,
+        "world_size": 1,
+        "local_rank": 0,
+        "local_world_size": 1,
+    }
+    world = World(device=torch.device("cpu"), **alone)
+    return run_folder_lock(folder, world=world)
 
 
 def test_a_run_folder_that_is_gone_ends_the_process_and_stays_away(
     folder, monkeypatch, capsys
 ):
+    # Another process would end here, and may be deep in a computation when it does.
     ended = threading.Event()
     codes = []
-    monkeypatch.setattr(
-        "vitscale.checkpoint.store.end_now",
-        lambda code: (codes.append(code), ended.set()),
-    )
+
+    def end(code):
+        codes.append(code)
+        ended.set()
+
+    monkeypatch.setattr("vitscale.checkpoint.store.end_now", end)
     with lock(folder):
         folder.rename(folder.with_name("moved"))
         assert ended.wait(PATIENCE_S)
     assert codes[0] == FailureKind.STORAGE.exit_code
+
+    # Nothing made the folder again at its old place.
     assert not folder.exists()
-    assert (
-        f"{folder}: was moved or removed during the training" in capsys.readouterr().err
-    )
+    message = f"{folder}: was moved or removed during the training"
+    assert message in capsys.readouterr().err
 
 
 def test_a_second_job_is_refused_at_once(folder, monkeypatch):
     """Under SLURM it waits first, and may start again."""
     flushed = set()
+    path = folder / ".lock"
     monkeypatch.setattr(os, "fsync", lambda file: flushed.add(os.fstat(file).st_ino))
     with lock(folder):
         # Power loss takes neither the name of the run nor that of its holder.
-        assert {
-            path.stat().st_ino for path in (folder.parent, folder / ".lock")
-        } <= flushed
+        for kept in (folder.parent, path):
+            assert kept.stat().st_ino in flushed
         with refused(f"another job .*process {os.getpid()} on"):
             lock(folder).__enter__()
+
+        # A requeued job may meet the last moments of the one before.
         monkeypatch.setenv("SLURM_JOB_ID", "17")
-        with pytest.raises(FolderBusyError, match="another job") as taken:
+        with pytest.raises(FolderBusyError, match="another job") as busy:
             lock(folder).__enter__()
-        assert taken.value.kind is FailureKind.OTHER
+        assert busy.value.kind is FailureKind.OTHER
+
+    # Free again, for a job that leaves its own name.
     with lock(folder):
-        assert (folder / ".lock").read_text().startswith("job 17 on ")
+        assert path.read_text().startswith("job 17 on ")
 
 
 @every(has_flock="true, false")
@@ -373,11 +472,14 @@ def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
         (folder / ".lock").write_text(f"job 3 on x{node_name()}")
         with refused("another job .*: job 3 on x"):
             lock(folder).__enter__()
+
+    # That job is gone, and has left its name.
     (folder / ".lock").write_text("job 3 on n7")
     with lock(folder):
         assert (folder / ".lock").read_text().startswith("process ")
 
 
+# Without flock or with one that sees one node, in a new folder or one that a job has left.
 @rows("""
 - [num_starts, flock, left_behind]
 - [2, missing, '']
@@ -398,6 +500,7 @@ def test_of_starts_at_the_same_moment_one_gets_the_folder(
         has_seen_it_free.wait(10)
         write_holder(descriptor, holder)
 
+    # Threads stand for nodes; each keeps its answer until all have one.
     def start(number):
         node.number = number
         with contextlib.suppress(FolderBusyError), lock(folder):

@@ -21,12 +21,14 @@ from vitscale.checkpoint.store import (
 from vitscale.distributed.atomic_files import blake3_of_file, write_new_file
 
 CPU = torch.device("cpu")
+# Three rows of twenty, each element its own number.
 WHOLE = torch.arange(60.0).view(3, 20)
 
 
-def taken(
+def copied(
     tensors: dict[str, torch.Tensor], copy: HostCopy | None = None
 ) -> list[bytes | memoryview]:
+    """The content of a tensor file: a header, then the copied bytes."""
     copy = copy or HostCopy(CPU)
     copy.prepare(tensors)
     return copy.take(tensors)
@@ -34,40 +36,52 @@ def taken(
 
 def test_library_reads_what_was_copied(tmp_path):
     tensors = {
-        f"{kind}.{dtype}": torch.arange(12).reshape(shape).to(dtype)
-        for kind, shape in (("a", (3, 4)), ("b", (12,)), ("c", (2, 1, 6)))
-        for dtype in DTYPES
+        "scalar": torch.tensor(3.0),
+        "none": torch.empty(0, 5),
+        # Not contiguous: its bytes are not in the order of its elements.
+        "turned": torch.arange(6.0).reshape(2, 3).T,
     }
-    tensors |= {"scalar": torch.tensor(3.0), "none": torch.empty(0, 5)}
-    tensors["turned"] = torch.arange(6.0).reshape(2, 3).T
-    size, content = write_new_file(tmp_path / "x", taken(tensors))
-    assert size == (tmp_path / "x").stat().st_size
-    assert content == blake3_of_file(tmp_path / "x")
-    for found in (load_file(tmp_path / "x"), read_tensors([tmp_path / "x"])):
-        assert found.keys() == tensors.keys()
+    for shape in ((3, 4), (12,), (2, 1, 6)):
+        for dtype in DTYPES:
+            tensors[f"{shape} {dtype}"] = torch.arange(12).reshape(shape).to(dtype)
+    path = tmp_path / "x"
+    size, content = write_new_file(path, copied(tensors))
+    assert size == path.stat().st_size
+    assert content == blake3_of_file(path)
+
+    # The library's reader, and ours.
+    for stored in (load_file(path), read_tensors([path])):
+        assert stored.keys() == tensors.keys()
         for name, tensor in tensors.items():
-            assert found[name].dtype == tensor.dtype
-            assert torch.equal(found[name], tensor)
+            assert stored[name].dtype == tensor.dtype
+            assert torch.equal(stored[name], tensor)
 
 
 def test_pinned_memory_has_the_size_of_the_copy(monkeypatch):
     """Pinned by the CUDA runtime, as long as the buffer lives."""
     pinned = {}
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda address, size, _: pinned.update({address: size}) or 0,
-        cudaHostUnregister=pinned.pop,
-    )
+
+    def register(address, size, _):
+        pinned[address] = size
+        return 0
+
+    # A runtime that writes down what it is told.
     stream = SimpleNamespace(record_event=lambda: None)
-    given = {
-        "cudart": runtime,
+    replaced = {
+        "cudart": SimpleNamespace(
+            cudaHostRegister=register,
+            cudaHostUnregister=pinned.pop,
+        ),
         "check_error": None,
         "Stream": stream,
         "current_stream": stream,
     }
-    for name, value in given.items():
+    for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     copy = HostCopy(torch.device("cuda"))
     copy.prepare({"a": torch.ones(250)})
+
+    # 250 numbers of four bytes.
     assert pinned == {copy._buffer.data_ptr(): 1000}
     del copy
     assert not pinned
@@ -76,12 +90,18 @@ def test_pinned_memory_has_the_size_of_the_copy(monkeypatch):
 def test_host_memory_is_reused_and_does_not_alias():
     copy = HostCopy(CPU)
     weights = torch.ones(100)
-    header, data = taken({"a": weights}, copy)
+    header, data = copied({"a": weights}, copy)
+
+    # What the update changes now is not in the copy.
     weights.zero_()
     assert bytes(data) == bytes(torch.ones(100).numpy().data)
-    assert taken({"a": weights}, copy)[1].obj is not None
+    _, data = copied({"a": weights}, copy)
+    assert data.obj is not None
+
+    # Another tensor of this size needs another header and no other memory.
     address = copy._buffer.data_ptr()
-    assert taken({"b": weights}, copy)[0] != header
+    other_header, _ = copied({"b": weights}, copy)
+    assert other_header != header
     assert copy._buffer.data_ptr() == address
 
 
@@ -90,12 +110,13 @@ def write(folder: Path, cuts: list[int]) -> list[Path]:
     edges = sorted({0, *cuts, WHOLE.numel()})
     paths = []
     for number, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
-        paths.append(folder / f"rank-{number:05d}.safetensors")
         name = slice_name("model.w", start=start, shape=WHOLE.shape)
         tensors = {name: WHOLE.flatten()[start:stop].clone()}
-        save_file(
-            tensors | ({"ema.b": torch.ones(2, 2)} if stop == 60 else {}), paths[-1]
-        )
+        if stop == WHOLE.numel():
+            tensors["ema.b"] = torch.ones(2, 2)
+        path = folder / f"rank-{number:05d}.safetensors"
+        save_file(tensors, path)
+        paths.append(path)
     return paths
 
 
@@ -108,24 +129,32 @@ def write(folder: Path, cuts: list[int]) -> list[Path]:
 def test_any_range_is_read_from_any_layout(tmp_path_factory, cuts, start, count):
     folder = tmp_path_factory.mktemp("layout")
     count = min(count, 60 - start)
-    slices = [
-        each for path in reversed(write(folder, cuts)) for each in read_header(path)
-    ]
+
+    # The files in any order: only their headers say what they hold.
+    slices = []
+    for path in reversed(write(folder, cuts)):
+        slices += read_header(path)
+
     counts = []
     preadv = os.preadv
+
+    def counted(*arguments):
+        num_read = preadv(*arguments)
+        counts.append(num_read)
+        return num_read
+
     with SavedTensors(slices) as saved, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            os, "preadv", lambda *values: counts.append(preadv(*values)) or counts[-1]
-        )
+        patch.setattr(os, "preadv", counted)
         part = saved.part("model.w", start, count)
         assert torch.equal(part, WHOLE.flatten()[start : start + count])
         assert sum(counts) == 4 * count, "no byte more than needed"
         assert torch.equal(saved.whole("ema.b"), torch.ones(2, 2))
         assert torch.equal(saved.whole("model.w"), WHOLE)
-    first = next(each for each in slices if each.name == "model.w" and each.start == 0)
+
+    # A file is missing: the last two elements alone are no tensor.
+    of_tensor = (piece for piece in slices if piece.name == "model.w")
+    first = next(piece for piece in of_tensor if piece.start == 0)
     extra = first._replace(start=59, num_elements=2)
-    with (
-        SavedTensors([extra]) as gap,
-        pytest.raises(AssertionError, match="do not cover"),
-    ):
+    gap = SavedTensors([extra])
+    with gap, pytest.raises(AssertionError, match="do not cover"):
         gap.whole("model.w")

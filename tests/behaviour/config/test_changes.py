@@ -12,6 +12,7 @@ from vitscale.config.redaction import flatten, flatten_params, redact
 from vitscale.config.section import settings_of
 from vitscale.runs.data_prep import DataPrepRun
 
+# A setting of every group; the keys of all kinds of run together.
 BEFORE = yaml.safe_load("""
 name: a
 output: runs/a
@@ -29,6 +30,7 @@ compute: {batch: 64, precision: bf16}
 engine: {precision: bf16}
 results: [{top1: 0.5}]
 """)
+
 # Key: another value, and the purposes for which it counts.
 CASES = yaml.safe_load("""
 name: [b, resume output evaluation]
@@ -52,6 +54,7 @@ compute.precision: [fp32, resume output chain evaluation result table]
 engine.precision: [fp32, resume output chain evaluation result table]
 results: [[], resume output chain result table]
 """)
+
 PURPOSES = get_args(Purpose)
 
 
@@ -59,19 +62,26 @@ PURPOSES = get_args(Purpose)
 def test_a_difference_counts_for_its_purposes(key):
     value, purposes = CASES[key]
     group, _, name = key.rpartition(".")
-    now = BEFORE | ({group: BEFORE[group] | {name: value}} if group else {key: value})
+    now = BEFORE | {key: value}
+    if group:
+        now = BEFORE | {group: BEFORE[group] | {name: value}}
     for purpose in PURPOSES:
         changed = changed_settings(BEFORE, now, purpose=purpose)
         assert bool(changed) == (purpose in purposes.split()), purpose
 
-        # Flat settings, as MLflow has them, count alike; a missing key differs from any value.
-        assert (
-            changed_settings(flatten(BEFORE), flatten(now), purpose=purpose) == changed
-        )
-        assert changed_settings(now, BEFORE, purpose=purpose).keys() == changed.keys()
-    without = {
-        k: v for k, v in flatten(BEFORE).items() if not f"{k}.".startswith(f"{key}.")
-    }
+        # Which of both is the older one does not matter.
+        turned = changed_settings(now, BEFORE, purpose=purpose)
+        assert turned.keys() == changed.keys()
+
+        # Flat settings, as MLflow has them, count alike.
+        flat = changed_settings(flatten(BEFORE), flatten(now), purpose=purpose)
+        assert flat == changed
+
+    # A missing key differs from any value.
+    without = {}
+    for flat_key, flat_value in flatten(BEFORE).items():
+        if not f"{flat_key}.".startswith(f"{key}."):
+            without[flat_key] = flat_value
     changed = changed_settings(without, BEFORE, purpose="resume")
     assert changed
     assert {before for before, _ in changed.values()} == {None}
@@ -80,20 +90,23 @@ def test_a_difference_counts_for_its_purposes(key):
 def test_no_difference_is_none_and_shown_values_have_no_secrets():
     for purpose in PURPOSES:
         assert changed_settings(BEFORE, BEFORE, purpose=purpose) == {}
+
+    # Secrets that differ are a difference, and neither of them is shown.
     old, new = (
-        {"uri": f"http://me:{p}@h", "api_token": p, "a": 1} for p in ("one", "two")
+        {"uri": f"http://me:{secret}@h", "api_token": secret, "a": 1}
+        for secret in ("one", "two")
     )
     assert changed_settings(old, new, purpose="resume") == {
-        "api_token": ("***", "***"), "uri": ("http://h", "http://h")
-    }  # fmt: skip
+        "api_token": ("***", "***"),
+        "uri": ("http://h", "http://h"),
+    }
 
 
 def test_every_key_without_effect_exists():
-    keys = {
-        key
-        for run_type in (PretrainRun, EvaluateRun, DataPrepRun)
-        for key in (setting.key for setting in settings_of(run_type).values())
-    }
+    # A misspelt key would count for all purposes without a word.
+    keys = set()
+    for run_type in (PretrainRun, EvaluateRun, DataPrepRun):
+        keys.update(setting.key for setting in settings_of(run_type).values())
 
     # Of the results of an evaluation, which are no configuration.
     assert WITHOUT_EFFECT.keys() - {"results"} <= keys
@@ -102,7 +115,7 @@ def test_every_key_without_effect_exists():
 # ---- secrets ------------------------------------------------------------------------------------
 
 SECRET = "hunter2X9"
-# A form a line.
+# In Python, YAML, JSON, shells, tools, headers, URLs, environments and files. A form a line.
 FORMS = r"""
 API_KEY="%"
 x = {'api_key': '%'}
@@ -158,6 +171,8 @@ x="eyJhbGciOi%.eyJzdWIi.abc"
 -----BEGIN RSA PRIVATE KEY-----\n+MII%+abc\n+-----END RSA PRIVATE KEY-----
 -----BEGIN OPENSSH PRIVATE KEY-----\n+%abcdefghijklmnopqrstuv\n
 """
+
+# Words of the field, references instead of values, and long texts that are public.
 KEPT = """
 POOLS = {"cls": "token", "gap": "avg"}
 NAMES = ("cls_token", "reg_token", "mask_token")
@@ -181,7 +196,10 @@ def test_secrets_are_removed_in_every_form(form):
     shown = redact(text)
     assert SECRET not in shown
     assert redact(shown) == shown
-    assert SECRET not in redact(f" context\n{text}\n-{text[1:]}\n after")
+
+    # As lines of a diff, with others around.
+    diff = f" context\n{text}\n-{text[1:]}\n after"
+    assert SECRET not in redact(diff)
 
 
 @every(text=KEPT.strip().split("\n"))
@@ -190,6 +208,7 @@ def test_what_is_no_secret_stays(text):
 
 
 def test_keys_are_names_that_mlflow_takes():
+    # Slashes, dots and other signs have a meaning in its keys.
     assert flatten_params({"a//b": 1, "a/../c": 2, "what?": 3}) == {
         "a/b": "1",
         "c": "2",
@@ -197,10 +216,10 @@ def test_keys_are_names_that_mlflow_takes():
     }
 
 
+# Each of these repeats what one of the patterns begins with.
 @every(run="ab12|a-|a+|?a|\n| \n|token|a://|'|x_password: \n|+ \n".split("|"))
 def test_secrets_are_removed_from_long_runs(run):
     """In quadratic time, a run of this length would take hours."""
     text = run * (1 << 16)
-    assert redact(f"{text}\nHF_TOKEN=abc s3://u:p@h/x\n").endswith(
-        "\nHF_TOKEN=*** s3://h/x\n"
-    )
+    shown = redact(f"{text}\nHF_TOKEN=abc s3://u:p@h/x\n")
+    assert shown.endswith("\nHF_TOKEN=*** s3://h/x\n")

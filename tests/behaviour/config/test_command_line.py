@@ -14,6 +14,7 @@ from tests.support.waiting import PATIENCE_S
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserErrors, run_script
 
+# All that must be set, but for the length: tests add it.
 CONFIG = "{name: demo, data: {path: s, global_batch: 64}, model: {preset: B/16}, optim: {lr: 1}"
 
 
@@ -24,11 +25,13 @@ def here(tmp_path, monkeypatch) -> None:
 
 
 def command(*argv: str, **more) -> Command[PretrainRun]:
+    """Read the arguments of a script with one switch."""
     switches = {"--dry-run": "show, do not start"}
     texts = {"program": "vitscale x", "description": "Does x."}
     return load_command(PretrainRun, argv=argv, switches=switches, **texts, **more)
 
 
+# As a person writes it, and as launchers add it.
 @every(config="[--config, a.yaml], [--config=a.yaml]")
 @every(rank="[], [--local_rank=1], [--local_rank, '1'], [--local-rank=0]")
 def test_arguments_may_stand_in_any_order(config, rank):
@@ -41,13 +44,13 @@ def test_arguments_may_stand_in_any_order(config, rank):
 
 
 def test_no_configuration_is_answered_with_commands():
-    with pytest.raises(
-        UserErrors, match=r"one of\n    first\n    second\n    vitscale x --help"
-    ):
+    message = r"one of\n    first\n    second\n    vitscale x --help"
+    with pytest.raises(UserErrors, match=message):
         command(examples=("first", "second"))
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Return what a call prints that only shows something."""
     with pytest.raises(SystemExit) as ended:
         command(*argv, examples=("x.py data.path=SHARDS",))
     assert ended.value.code == 0
@@ -55,62 +58,73 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_help_lists_groups_or_settings(capsys):
+    # Groups alone: all settings would be many pages.
     short = shown(capsys, "--help")
     assert "  x.py data.path=SHARDS" in short
     assert "--dry-run" in short
     assert "\n  optim          a group with the keys name, lr, " in short
-    assert (
-        "\n  objective      a group with the key name: masked_patch_prediction, "
-        in short
-    )
+    choice = "a group with the key name: masked_patch_prediction, "
+    assert f"\n  objective      {choice}" in short
+
+    # The settings of some groups, and of one key.
     optim = shown(capsys, "--help", "optim", "schedule")
-    assert (
-        "\n- **`optim.lr`** (a number above 0; required). Peak learning rate" in optim
-    )
+    text = "- **`optim.lr`** (a number above 0; required). Peak learning rate"
+    assert f"\n{text}" in optim
     assert "`schedule.epochs`" in optim
     assert "data.path" not in optim
     key = shown(capsys, "seed=1", "--help=optim.ema")
     assert key.startswith("\n## optim\n\n- **`optim.ema`** (")
     assert "optim.lr" not in key
+
     with refused("no group or key 'optm'.*\n.*\n.* did you mean optim?"):
         command("--help", "optm")
 
 
 def test_options_are_keys():
-    found = command("--config", "a.yaml", "--lr", "2e-3", options={"--lr": "optim.lr"})
-    assert found.run.optim.lr == 2e-3
+    options = {"--lr": "optim.lr"}
+    given = command("--config", "a.yaml", "--lr", "2e-3", options=options)
+    assert given.run.optim.lr == 2e-3
     with refused("command line: argument --lr: expected one argument"):
-        command("--config", "a.yaml", "--lr", options={"--lr": "optim.lr"})
+        command("--config", "a.yaml", "--lr", options=options)
 
 
 def test_words_are_the_value_of_their_key():
     """Also words that would be no text in YAML."""
-    assert command("--config", "a.yaml", "1e5", words_key="output").run.output == "1e5"
+    run = command("--config", "a.yaml", "1e5", words_key="output").run
+    assert run.output == "1e5"
+
+    # A key that takes one text cannot take two words.
     with pytest.raises(UserErrors, match=r"output: \['b', 'c'\] is a list of 2"):
         command("--config", "a.yaml", "b", "c", words_key="output")
-    texts = {"program": "vitscale x", "description": ""}
-    argv = ["init=runs/a", "[b].jpg", "c d.png"]
-    found = load_command(
-        PredictRun, argv=argv, needs_config=False, words_key="images", **texts
+
+    # A command without a file: brackets and blanks are parts of names.
+    predict = load_command(
+        PredictRun,
+        argv=["init=runs/a", "[b].jpg", "c d.png"],
+        needs_config=False,
+        words_key="images",
+        program="vitscale x",
+        description="",
     )
-    assert found.run.images == ("[b].jpg", "c d.png")
-    assert found.config_path is None
+    assert predict.run.images == ("[b].jpg", "c d.png")
+    assert predict.config_path is None
 
 
 def test_command_line_and_file_errors_share_one_report():
     with pytest.raises(UserErrors) as caught:
         command("--config", "a.yaml", "--dryrun", "seed=x", "lr", "--dry")
-    found = [error.text() for error in caught.value.errors]
-    assert [text.splitlines()[0] for text in found] == [
+    texts = [error.text() for error in caught.value.errors]
+    assert [text.splitlines()[0] for text in texts] == [
         "command line: unknown switch --dryrun",
         "command line: unknown switch --dry",
         "command line: 'lr' is not key=value",
         "command line: seed: 'x' was read as text",
     ]
-    assert "did you mean --dry-run?" in found[0]
+    assert "did you mean --dry-run?" in texts[0]
 
 
 def test_a_reader_that_has_enough_is_no_error():
+    # 10 MB, of which `head` takes one line and goes.
     code = (
         "from vitscale.config.errors import run_script\n"
         "run_script(lambda: [print('x' * 1000) for _ in range(10_000)])"
@@ -125,10 +139,12 @@ def test_a_pipe_other_than_the_output_still_fails():
     def fail():
         raise BrokenPipeError("of a worker")
 
+    # Only the output may be closed; another pipe is a fault that must be seen.
     with pytest.raises(BrokenPipeError, match="of a worker"):
         run_script(fail)
 
 
+# As people write it for other tools.
 @lines("""
 words | message
 --data.path x | next: write data.path=x\\Z
@@ -144,6 +160,7 @@ def test_a_slip_is_answered_with_the_right_words(words, message):
         command("--config", "a.yaml", *words.split())
 
 
+# One length replaces the other; a length that is taken away leaves the file's.
 @rows("""
 - [given, steps, epochs, says]
 - [steps=5, 5, null, schedule.steps replaces schedule.epochs=3 of a.yaml:1]
@@ -154,14 +171,16 @@ def test_a_slip_is_answered_with_the_right_words(words, message):
 def test_a_length_on_the_command_line_replaces_that_of_the_file(
     given, steps, epochs, says, capsys
 ):
-    schedule = command("--config", "a.yaml", *f"schedule.{given}".split()).run.schedule
-    assert (schedule.steps, schedule.epochs) == (steps, epochs)
+    words = f"schedule.{given}".split()
+    schedule = command("--config", "a.yaml", *words).run.schedule
+    assert schedule.steps == steps
+    assert schedule.epochs == epochs
     assert capsys.readouterr().err.strip() == says
 
 
 def test_names_of_evaluations_are_a_list_of_them():
     run = command("--config", "a.yaml", "evaluate=knn, few_shot").run
-    assert [each.name for each in run.evaluate] == ["knn", "few_shot"]
+    assert [evaluation.name for evaluation in run.evaluate] == ["knn", "few_shot"]
 
 
 INTERRUPTED = """
@@ -197,25 +216,34 @@ with errors.interrupts_deferred():
 
 
 @every(case="work, cut_import, callback, clean_up, before")
-def test_ctrl_c_is_one_line(case: str) -> None:
+def test_ctrl_c_is_one_line(case):
     """In whatever it meets: an import, a callback that drops the exception, a clean-up."""
+    program = INTERRUPTED.replace("CASE", case)
+
+    # Runners in the background ignore Ctrl-C, and their children would, too.
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED.replace("CASE", case)],
-        capture_output=True, text=True, timeout=PATIENCE_S,
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (130, "")
+    )
+    assert done.returncode == 130
+    assert done.stdout == ""
     assert done.stderr == "\nstopped by Ctrl-C\n"
 
 
-def test_a_background_job_ignores_ctrl_c() -> None:
+def test_a_background_job_ignores_ctrl_c():
+    """A shell starts it with the signal ignored, and that is how it stays."""
     code = (
         "import os, signal\nfrom vitscale.config.errors import run_script\n"
         "run_script(lambda: os.kill(os.getpid(), signal.SIGINT))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        capture_output=True, text=True,
+        capture_output=True,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    )
+    assert done.returncode == 0
+    assert done.stderr == ""

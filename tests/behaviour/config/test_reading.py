@@ -28,6 +28,8 @@ from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.settings import absolute_uri
 
 STAGES = {"pretrain": PretrainRun, "finetune": FinetuneRun}
+
+# The least that a pre-training needs.
 VALID = """\
 stage: pretrain
 name: demo
@@ -64,6 +66,7 @@ def value_of(text: str):
     return read_yaml(f"key: {text}", name="x").values["key"]
 
 
+# Numbers as people write them; what YAML 1.1 takes for something else: times, dates, words.
 SCALARS = {
     "1e-4": 1e-4, "1E5": 1e5, ".5": 0.5, "2.": 2.0, "+3": 3, "-1.5e+2": -150.0, "010": 10,
     "true": True, "False": False, "null": None, "~": None, "": None, "1_000": "1_000",
@@ -75,10 +78,12 @@ SCALARS = {
 
 
 def test_scalars_resolve_to_typed_values():
-    found = {text: value_of(text) for text in SCALARS}
-    assert repr(found) == repr(SCALARS)
+    # By `repr`, since 1 == True and 0.0 == -0.0.
+    values = {text: value_of(text) for text in SCALARS}
+    assert repr(values) == repr(SCALARS)
 
 
+# Twice the same key; aliases, which can grow without end; tags, which make objects; and bad texts.
 REFUSED = r"""
 - [text, message]
 - ["a: 1\nb: 2\na: 3", "x:3: a: key 'a' is given twice; first at x:1"]
@@ -103,6 +108,7 @@ def test_unsupported_yaml_is_refused(text, message):
     assert caught.value.text().startswith(message)
 
 
+# Signs that have a meaning at the start of a YAML value, or behind one.
 @every(text=r"sqlite:///x.db|a: b|a # b|*x|!x|C:\x|- a".split("|"))
 def test_text_on_the_command_line_needs_no_quotes(text):
     assert read_override(f"g.k={text}").values == {"g": {"k": text}}
@@ -114,7 +120,10 @@ LEAVES = (
 )  # fmt: skip
 KEYS = st.text(min_size=1, max_size=100)
 VALUES = st.recursive(
-    LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(KEYS, v, max_size=3)
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3)
+    ),
 )
 
 
@@ -134,6 +143,7 @@ def test_any_text_gives_values_or_errors(text):
 # ---- files ------------------------------------------------------------------------------------
 
 
+# No text, no settings, no stage, no base that could be read.
 @rows(r"""
 - [text, message]
 - ["a: \xff\n", "b.yaml: is not UTF-8 text"]
@@ -158,14 +168,15 @@ def test_a_file_above_one_mebibyte_is_refused(here):
 
 @every(data=[b"", b"# nothing\n"])
 def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(here, data):
-    (here / "b.yaml").write_bytes(data)
-    missing = [text.splitlines()[0].split(": ")[1] for text in errors_of("b.yaml")]
+    file = here / "b.yaml"
+    file.write_bytes(data)
+    lines = [text.splitlines()[0] for text in errors_of("b.yaml")]
+    missing = [line.split(": ")[1] for line in lines]
     assert missing == "name data model optim schedule".split()
 
     # As Windows writes files.
-    (here / "b.yaml").write_bytes(
-        b"\xef\xbb\xbf" + VALID.replace("\n", "\r\n").encode()
-    )
+    text = VALID.replace("\n", "\r\n")
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert load_run_file(STAGES, "b.yaml") == load_run_file(PretrainRun, "a.yaml")
 
 
@@ -180,6 +191,7 @@ def test_command_line_beats_file_beats_base_beats_default(here):
     )
     given = "data.path=c|launch.setup=[c]|launch.sbatch={y: 2}|launch.sbatch.z=3"
     loaded = load_run(PretrainRun, "sub/b.yaml", overrides=given.split("|"))
+
     run = loaded.run
     places = loaded.places
     assert run.data.path == "c"
@@ -193,6 +205,8 @@ def test_command_line_beats_file_beats_base_beats_default(here):
     assert places["data", "path"] == "command line"
     assert places["optim", "lr"] == "sub/b.yaml:3"
     assert places["data", "global_batch"] == "a.yaml:5"
+
+    # What nobody set has no place.
     assert ("seed",) not in places
 
 
@@ -200,9 +214,11 @@ def test_the_site_file_is_above_defaults_and_below_files(here, monkeypatch):
     monkeypatch.delenv("VITSCALE_SITE", raising=False)
     monkeypatch.setenv("HOME", str(here))
     assert load_run(PretrainRun, "a.yaml").run.launch.partition is None
-    place = here / ".config/vitscale/site.yaml"
-    place.parent.mkdir(parents=True)
-    place.write_text(
+    site = here / ".config/vitscale/site.yaml"
+    site.parent.mkdir(parents=True)
+
+    # An empty group is no mistake.
+    site.write_text(
         "launch:\n  partition: gpu\n  setup: [a]\n  sbatch: {x: 1}\ntracking:\n"
     )
     (here / "b.yaml").write_text("base: a.yaml\nlaunch: {partition: low}\n")
@@ -217,6 +233,8 @@ def test_the_site_file_is_above_defaults_and_below_files(here, monkeypatch):
 
     # A resolved file ignores it.
     assert load_run_file(PretrainRun, "a.yaml").launch.sbatch == {}
+
+    # Set to nothing: no site file, also not the one in the home.
     monkeypatch.setenv("VITSCALE_SITE", "")
     assert load_run(PretrainRun, "a.yaml").run.launch.partition is None
 
@@ -229,8 +247,8 @@ def test_mistakes_in_the_site_file_are_reported_with_their_place(here, monkeypat
         "data: {num_workers: 4}\ntraking: {uri: null}\ntracking: http://mlflow\n"
     )
     (here / "b.yaml").write_text("base: a.yaml\nsede: 1\n")
-    found = [text.splitlines()[0] for text in errors_of("b.yaml")]
-    assert sorted(found) == [
+    lines = sorted(text.splitlines()[0] for text in errors_of("b.yaml"))
+    assert lines == [
         "b.yaml:2: sede: unknown key sede",
         "site.yaml:2: launch.partitoin: unknown key launch.partitoin",
         "site.yaml:3: launch.cpus_per_task: 'many' was read as text",
@@ -241,7 +259,10 @@ def test_mistakes_in_the_site_file_are_reported_with_their_place(here, monkeypat
 
     # A run without these groups ignores them.
     site.write_text("launch: {partitoin: gpu}\n")
-    assert load_run(VisualizeRun, None, overrides=["init=runs/a"]).run.init == "runs/a"
+    visualize = load_run(VisualizeRun, None, overrides=["init=runs/a"])
+    assert visualize.run.init == "runs/a"
+
+    # A variable that names a file means that file.
     site.unlink()
     (error,) = errors_of("a.yaml")
     assert error.startswith("VITSCALE_SITE: there is no file site.yaml")
@@ -249,6 +270,8 @@ def test_mistakes_in_the_site_file_are_reported_with_their_place(here, monkeypat
 
 # ---- choices ----------------------------------------------------------------------------------
 
+
+# Two files, the second of which is based on the first.
 BASE = {
     "objective": "objective:\n  loss: sigmoid\n  label_smoothing: 0.1\n",
     "mae": "base: objective.yaml\nobjective: {name: mae, mask_ratio: 0.5}\n",
@@ -268,15 +291,19 @@ BASE = {
 """)
 def test_a_choice_inherits_what_its_group_has(here, base, child, expected):
     for name, text in BASE.items():
-        (here / f"{name}.yaml").write_text(text if name == "mae" else VALID + text)
+        if name == "objective":
+            text = VALID + text
+        (here / f"{name}.yaml").write_text(text)
     (here / "child.yaml").write_text(f"base: {base}.yaml\nobjective: {child}\n")
-    loaded = load_run(PretrainRun, "child.yaml")
-    assert loaded.run.objective.model_dump().items() >= expected.items()
-    (here / "resolved.yaml").write_text(run_to_yaml(loaded.run))
-    assert load_run_file(PretrainRun, "resolved.yaml") == loaded.run
+    run = load_run(PretrainRun, "child.yaml").run
+    assert run.objective.model_dump().items() >= expected.items()
+
+    # Written and read again, and as an override instead of a file: the same run.
+    (here / "resolved.yaml").write_text(run_to_yaml(run))
+    assert load_run_file(PretrainRun, "resolved.yaml") == run
     override = f"objective={child}"
-    run = load_run(PretrainRun, f"{base}.yaml", overrides=[override]).run
-    assert run.model_dump() == loaded.run.model_dump()
+    overridden = load_run(PretrainRun, f"{base}.yaml", overrides=[override]).run
+    assert overridden.model_dump() == run.model_dump()
 
 
 def test_a_group_of_no_name_has_the_default_one_which_nobody_set(here):
@@ -289,16 +316,21 @@ def test_a_key_missing_in_a_replaced_list_is_placed_in_the_new_list(here):
     mixture = "data:\n  mixture:\n    - {path: b, share: 0.5}\n"
     (here / "b.yaml").write_text("base: a.yaml\n" + mixture)
     (here / "c.yaml").write_text("base: b.yaml\ndata:\n  mixture:\n\n  - {path: c}\n")
+
+    # Line 5 of the new list, not line 3 of the one that it replaced.
     assert errors_of("c.yaml")[0].startswith("c.yaml:5: data.mixture.0.share: ")
 
 
 # ---- writing, and anything at all ---------------------------------------------------------------
 
 
+# The ends of ranges, other types, deep and empty values, and presets that only look right.
 EXTREMES = [
     None, True, 0, -1, 2**63 - 1, 1e308, 5e-324, -0.0, "", "on", "x" * 200, "a/b/c", "\U0001f600",
     [], [0], [None, None], [1e308, -1e308], {}, {"a": 1}, {"": 1}, "0/0", "B/0", "B/999999999999",
 ]  # fmt: skip
+
+# A valid run, from which the changes start: with groups that take keys of their own.
 TREE = read_yaml(
     f"""\
 {VALID}
@@ -309,10 +341,13 @@ tracking: {{tags: {{"a: b": "on", "1": "1e5"}}}}
 """,
     name="",
 ).values
-KEYS_OF_RUNS = [
-    each.key.split(".") for each in settings_of(PretrainRun).values() if each.key
-]
+KEYS_OF_RUNS = []
+for setting in settings_of(PretrainRun).values():
+    if setting.key:
+        KEYS_OF_RUNS.append(setting.key.split("."))
 DROPPED = object()
+
+# One key, what becomes of it, and an end of its name: one in four is misspelt.
 CHANGES = st.tuples(
     st.sampled_from(KEYS_OF_RUNS),
     st.sampled_from([*EXTREMES, DROPPED, DROPPED]) | st.text(max_size=8),
@@ -328,16 +363,20 @@ def test_any_configuration_is_a_valid_run_or_a_user_error(here, changes):
     for path, value, typo in changes:
         group = tree
         for part in path[:-1]:
+            # An earlier change may have put a value where the group was.
             group = group.setdefault(part, {}) if isinstance(group, dict) else {}
         if isinstance(group, dict):
             group.pop(path[-1], None)
-            group |= {} if value is DROPPED else {path[-1] + typo: copy.deepcopy(value)}
+            if value is not DROPPED:
+                group[path[-1] + typo] = copy.deepcopy(value)
     (here / "m.yaml").write_text(yaml_flow(tree))
     try:
         run = load_run(STAGES, "m.yaml").run
     except UserErrors as errors:
         assert all(error.where for error in errors.errors)
         return
+
+    # A valid run is one that can be written and read again.
     assert not list(run.problems())
     (here / "resolved.yaml").write_text(run_to_yaml(run))
     assert load_run_file(STAGES, "resolved.yaml") == run
@@ -347,10 +386,11 @@ def test_any_configuration_is_a_valid_run_or_a_user_error(here, changes):
 def test_the_advice_to_quote_shows_a_value_as_it_was_written(text, tmp_path):
     """Another text would name another class."""
     (tmp_path / "a.yaml").write_text(VALID)
-    listed = VALID.replace(
-        "  path: shards\n", f"  path: shards\n  only_classes: [cat, {text}]\n"
-    )
+    classes = f"only_classes: [cat, {text}]"
+    listed = VALID.replace("  path: shards\n", f"  path: shards\n  {classes}\n")
     (tmp_path / "b.yaml").write_text(listed)
+
+    # In a file, in a list of the command line, and as a value of its own.
     for file, *overrides in (
         ("b.yaml",),
         ("a.yaml", f"data.only_classes=[cat, {text}]"),
@@ -372,6 +412,7 @@ RUN_TYPES = (
     VisualizeRun,
     DataPrepRun,
 )
+
 # Texts that name something else than a place of this machine.
 NO_PATHS = {
     *"""
@@ -384,26 +425,25 @@ NO_PATHS = {
 
 
 def holds_text(node: Values) -> bool:
+    """Whether a value of this JSON schema can be a free text, or can hold one."""
     if node.get("type") == "string":
         return "enum" not in node and "const" not in node
-    inner = [
-        *node.get("anyOf", ()),
-        node.get("items"),
-        node.get("additionalProperties"),
-    ]
-    return any(isinstance(each, dict) and holds_text(each) for each in inner)
+    inner = [*node.get("anyOf", ())]
+    inner += [node.get("items"), node.get("additionalProperties")]
+    return any(isinstance(child, dict) and holds_text(child) for child in inner)
 
 
 def test_every_text_is_known_as_a_path_or_as_none():
     """A new setting with a path is expanded, or this fails."""
-    texts = {
-        setting.key
-        for run_type in (*RUN_TYPES, ChainRun)
-        for setting in settings_of(run_type).values()
-        if setting.key
-        and holds_text(setting.node)
-        and not setting.key.startswith("launch.")
-    }
+    texts = set()
+    for run_type in (*RUN_TYPES, ChainRun):
+        for setting in settings_of(run_type).values():
+            # The words of SLURM are for its nodes, where homes may be others.
+            is_ours = setting.key and not setting.key.startswith("launch.")
+            if is_ours and holds_text(setting.node):
+                texts.add(setting.key)
+
+    # A list of paths has a key of its own, and one for its elements.
     paths = {key for key in PATH_KEYS if not key.endswith(".N")}
     assert texts - NO_PATHS == paths
 
@@ -420,10 +460,15 @@ def test_homes_are_expanded_in_every_path_and_nowhere_else(tmp_path, monkeypatch
     assert run.output == "/home/mé x/shards"
     assert run.source.path == "/home/mé x/images"
     assert run.source.leave_out == "/home/mé x"
+
+    # In the middle, of an unknown user, or behind another folder: a name like others.
     assert run.source.val_labels == "a/~/b"
     assert run.labels.map == "~nobody-here/map.csv"
     assert run.labels.space == "./~/space"
+
+    # Patterns of splits are below source.path, which is expanded.
     assert run.source.splits == {"train": "~/x"}
+
     given = ["init=~/runs/a", "images=[~/a b.png,hf://x/~y,~root/c]", "output=~/x.csv"]
     predict = load_run(PredictRun, None, overrides=given).run
     assert predict.images == (
@@ -438,8 +483,11 @@ def test_homes_are_expanded_in_every_path_and_nowhere_else(tmp_path, monkeypatch
 def test_files_are_found_below_the_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.yaml").write_text("output: ~/x\nsource: {path: a}\n")
-    (tmp_path / "a.yaml").write_text("base: ~/base.yaml\nstage: data_prep\n")
+    base = "base: ~/base.yaml\nstage: data_prep\n"
+    (tmp_path / "a.yaml").write_text(base)
     assert load_run(DataPrepRun, "~/a.yaml").run.output == f"{tmp_path}/x"
+
+    # The site file and the address of a database, which are no settings of a file.
     monkeypatch.setenv("VITSCALE_SITE", "~/site.yaml")
     (tmp_path / "site.yaml").write_text("launch: {partition: mine}\n")
     assert load_run(DataPrepRun, "~/a.yaml").run.launch.partition == "mine"

@@ -13,54 +13,75 @@ from launch.demo import link_some
 from tests.support.tables import refused
 from vitscale.data.folders import files_below, folders_in
 
+# More nested folders than CPython allows nested calls: a recursive walk would fail.
+DEPTH = 1200
+
 
 @pytest.fixture
 def deep(tmp_path) -> Iterator[Path]:
-    """cat/a.jpg, and a file below 1,200 folders, which pytest could not remove."""
-    (tmp_path / "in/cat").mkdir(parents=True)
-    (tmp_path / "in/cat/a.jpg").touch()
+    """cat/a.jpg, and a file below so many folders that pytest could not remove it."""
+    root = tmp_path / "in"
+    (root / "cat").mkdir(parents=True)
+    (root / "cat/a.jpg").touch()
+
+    # One step at a time: the whole path is longer than a system call takes.
     before = Path.cwd()
     try:
-        os.chdir(tmp_path / "in/cat")
-        for _ in range(1200):
+        os.chdir(root / "cat")
+        for _ in range(DEPTH):
             os.mkdir("d")
             os.chdir("d")
         Path("b.jpg").touch()
     finally:
         os.chdir(before)
-    yield tmp_path / "in"
-    subprocess.run(["rm", "-r", tmp_path / "in"], check=True)
+    yield root
+
+    # shutil.rmtree, which pytest uses, recurses.
+    subprocess.run(["rm", "-r", root], check=True)
 
 
 def test_folders_may_be_deeper_than_calls(deep, tmp_path):
-    expected = {f"{deep}/cat/a.jpg", f"{deep}/cat/{'d/' * 1200}b.jpg"}
+    expected = {f"{deep}/cat/a.jpg", f"{deep}/cat/{'d/' * DEPTH}b.jpg"}
+
     assert set(files_below(deep)) == expected
     assert set(find_files([str(deep)]).paths) == expected
+
+    # The demo links images instead of copying them: it walks folders as well.
     link_some(deep, tmp_path / "out")
     assert len(list((tmp_path / "out/cat").iterdir())) == 2
 
 
 def test_links_are_followed_once_or_not_at_all(tmp_path):
+    root = tmp_path / "in"
+    # .2 and .b are hidden; the last two lie in folders that systems make for themselves.
     for name in "a/1 a/.2 .b/3 c/d/4 lost+found/5 a/@eaDir/6".split():
-        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "in" / name).touch()
-    (tmp_path / "in/a/up").symlink_to("..")
-    (tmp_path / "in/a/broken").symlink_to("nowhere")
-    (tmp_path / "in/a/round").symlink_to("round")
-    (tmp_path / "in/e").symlink_to("c")
-    files = {
-        os.path.relpath(path, tmp_path / "in") for path in files_below(tmp_path / "in")
-    }
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+    # Links to a folder above, to nothing, to itself, and to a folder beside it.
+    (root / "a/up").symlink_to("..")
+    (root / "a/broken").symlink_to("nowhere")
+    (root / "a/round").symlink_to("round")
+    (root / "e").symlink_to("c")
+
+    # Links that are no folders count as files: reading them will say what is wrong.
+    files = {os.path.relpath(path, root) for path in files_below(root)}
     assert files == {"a/1", "a/broken", "a/round", "c/d/4"}
-    followed = list(files_below(tmp_path / "in", follow_links=True))
-    assert len({os.path.realpath(path) for path in followed}) == len(followed) == 4
-    assert folders_in(tmp_path / "in") == ["a", "c", "e"]
+
+    # c and e are one folder; it is entered once, by whichever name comes first.
+    followed = list(files_below(root, follow_links=True))
+    real_paths = {os.path.realpath(path) for path in followed}
+    assert len(real_paths) == len(followed) == 4
+    assert folders_in(root) == ["a", "c", "e"]
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/file").touch()
+    file = tmp_path / "file"
+    file.touch()
     with pytest.raises(NotADirectoryError):
-        list(files_below(tmp_path / "in/file"))
+        list(files_below(file))
+
+    # Only paths of this machine are looked for; URLs are checked where they are read.
     with refused("no such file or folder"):
         check_paths("hf://a/b", [str(tmp_path / "gone"), "s3://a/b"])

@@ -7,9 +7,9 @@ import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -47,8 +47,10 @@ from vitscale.distributed import atomic_files
 
 
 def edit_manifest(folder: Path, **changes) -> None:
+    """Change some values of a manifest, as a hand or another tool might."""
     path = folder / MANIFEST_NAME
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | changes))
 
 
 @pytest.fixture(scope="module")
@@ -69,74 +71,106 @@ def keys(index: SplitIndex) -> list[str]:
     return sample_keys(index, range(index.num_samples))
 
 
+# The classes alternate, so that a subset by class is every second sample.
 NAMES = [f"train-c{number % 2}-{number}" for number in range(20)]
+
+
+def rows_of_split(folder: Path, split: str) -> list[dict[str, Any]]:
+    """The rows of a split in the order of the table, as pyarrow alone reads them."""
+    table = pq.read_table(folder / INDEX_NAME)
+    of_split = table.filter(pc.equal(table["split"], split))
+    return of_split.to_pylist()
 
 
 def test_a_split_is_read_without_the_others(shards):
     index = read_split(shards, split="train")
-    rows = pq.read_table(shards / INDEX_NAME).to_pylist()[4:]
-    assert index.shard_of.tolist() == [0] * 7 + [1] * 7 + [2] * 6
-    assert index.offset.tolist() == [row["offset"] for row in rows]
-    assert index.length.tolist() == [row["length"] for row in rows]
+    rows = rows_of_split(shards, "train")
+
+    # The lengths that the fixture asks for: three shards of 7, 7 and 6 samples.
+    shard_lengths = np.bincount(index.shard_of)
+    assert shard_lengths.tolist() == [7, 7, 6]
+    assert sorted(index.shard_of) == index.shard_of.tolist()
+    for name in ("offset", "length"):
+        column = getattr(index, name)
+        assert column.tolist() == [row[name] for row in rows]
+
+    # Classes are numbered in the order of their names.
     assert index.label.tolist() == [0, 1] * 10
     assert index.classes == ("cat", "dog")
 
     # The first eight bytes tell whether a sample was damaged.
-    hashes = [int.from_bytes(row["blake3"][:8], "little") for row in rows]
-    assert index.hash_prefix.tolist() == hashes
+    for row, prefix in zip(rows, index.hash_prefix.tolist(), strict=True):
+        first_bytes = row["blake3"][:8]
+        assert prefix == int.from_bytes(first_bytes, "little")
     assert keys(index) == NAMES
 
 
 def test_columns_are_as_narrow_as_their_values():
     for value, dtype in (
         (-1, "int8"),
+        # The number of classes of ImageNet-21k.
         (21_842, "int16"),
+        # The largest value of its type, and the first that needs the next.
         (2**31 - 1, "int32"),
         (2**31, "int64"),
     ):
-        found = narrowed(np.array([0, value]))
-        assert found.tolist() == [0, value]
-        assert found.dtype == dtype
+        column = narrowed(np.array([0, value]))
+        assert column.tolist() == [0, value]
+        assert column.dtype == dtype
 
 
 @pytest.fixture
 def many_groups(tmp_path, monkeypatch) -> Path:
     """41 samples of `train` and 9 of `test`, in row groups of four."""
     monkeypatch.setattr(index_files, "ROW_GROUP_ROWS", 4)
-    make_shard_folder(tmp_path / "set", lengths={"test": (9,), "train": (20, 21)})
-    assert pq.ParquetFile(tmp_path / "set" / INDEX_NAME).num_row_groups == 3 + 11
-    return tmp_path / "set"
+    folder = tmp_path / "set"
+    lengths = {"test": (9,), "train": (20, 21)}
+    make_shard_folder(folder, lengths=lengths)
+
+    # Each split begins a group of its own, so none holds rows of both.
+    assert pq.ParquetFile(folder / INDEX_NAME).num_row_groups == 3 + 11
+    return folder
 
 
 @every(seed=range(4), split="test, train")
 def test_keys_of_any_samples_are_those_of_the_table(many_groups, split, seed):
-    rows = pq.read_table(many_groups / INDEX_NAME).to_pylist()
-    expected = [row["key"] for row in rows if row["split"] == split]
+    # pyarrow reads the whole table: the independent answer.
+    expected = [row["key"] for row in rows_of_split(many_groups, split)]
+    num = len(expected)
     random = np.random.default_rng(seed)
     index = read_split(many_groups, split=split)
-    wanted = random.integers(0, len(expected), 25).tolist()
-    assert sample_keys(index, wanted) == [expected[row] for row in wanted]
-    subset = np.sort(random.choice(len(expected), 7, replace=False))
-    names = [expected[row] for row in subset]
-    assert keys(index.subset(subset, name="some")) == names
+
+    # In any order and with repetitions, as a batch asks for them.
+    wanted = random.integers(0, num, 25).tolist()
+    keys_of_wanted = [expected[row] for row in wanted]
+    assert sample_keys(index, wanted) == keys_of_wanted
     assert sample_keys(index, []) == []
 
+    # A subset keeps its own numbering: its first sample is not the first of the split.
+    subset = random.choice(num, 7, replace=False)
+    subset.sort()
+    names = [expected[row] for row in subset]
+    assert keys(index.subset(subset, name="some")) == names
+
     # A list by hand may name what is gone; two such lines are counted.
-    listing = listed(many_groups / "keys", [*names, "other", "unknown"])
+    list_path = many_groups / "keys"
+    listing = listed(list_path, [*names, "other", "unknown"])
     chosen = choose_by_key(index, listing)
     assert keys(chosen) == names
     assert "2 lines of data.only_keys name no sample" in chosen.note
     assert "'unknown'" in chosen.note
-    assert choose_by_key(index, listed(many_groups / "keys", names)).note == ""
+    listed(list_path, names)
+    assert choose_by_key(index, listing).note == ""
 
     # That other settings leave out a sample does not matter.
     some = index.subset(subset[1:], name="some")
-    assert choose_by_key(some, listed(many_groups / "keys", names)).note == ""
+    assert choose_by_key(some, listing).note == ""
 
 
 def damage_keys(path: Path, row_group: int) -> None:
     """Overwrite the keys of a row group on the disk."""
-    column = pq.ParquetFile(path).metadata.row_group(row_group).column(0)
+    metadata = pq.ParquetFile(path).metadata
+    column = metadata.row_group(row_group).column(0)
     assert column.path_in_schema == "key"
 
     # A dictionary, where there is one, comes before the values.
@@ -150,31 +184,45 @@ def test_only_the_row_groups_of_the_samples_are_read(many_groups):
     """So all others may be damaged, and a name costs the same whatever the size of the corpus."""
     index = read_split(many_groups, split="train")
     path = many_groups / INDEX_NAME
-    for row_group in {*range(14)} - {3, 3 + 5}:
+
+    # Samples 0 to 3 and 20 to 23 of `train` stay readable.
+    kept = {3, 3 + 5}
+    for row_group in {*range(14)} - kept:
         damage_keys(path, row_group)
-    found = sample_names([index], [(0, 21), (0, 3)])
-    assert found == [repr("train-c0-21"), repr("train-c0-3")]
+    first, other = sample_names([index], [(0, 21), (0, 3)])
+    assert first == "'train-c0-21'"
+    assert other == "'train-c0-3'"
 
 
 def shortened(path: Path) -> None:
     """An index with the first three rows of each split."""
     table = pq.read_table(path)
-    splits = [
-        table.filter(pc.equal(table["split"], name)) for name in ("test", "train")
-    ]
-    write_index(path.parent, tables=[split.slice(0, 3) for split in splits])
+    splits = []
+    for name in ("test", "train"):
+        of_split = rows_of_split(path.parent, name)[:3]
+        splits.append(pa.Table.from_pylist(of_split, table.schema))
+    write_index(path.parent, tables=splits)
+
+
+def rewrite(path: Path, *, columns: list[str] | None = None, **options) -> None:
+    """Store some columns of an index again."""
+    table = pq.read_table(path, columns=columns)
+    pq.write_table(table, path, **options)
 
 
 @pytest.mark.parametrize(
     "change",
     [
+        # The file itself: other bytes, none, damage in the middle, or no file.
         lambda path: path.write_bytes(b"damaged"),
         lambda path: path.write_bytes(b""),
         lambda path: damage_keys(path, 1),
         lambda path: path.unlink(),
-        lambda path: pq.write_table(pq.read_table(path, columns=["split"]), path),
-        lambda path: pq.write_table(pq.read_table(path, columns=["key"]), path),
-        lambda path: pq.write_table(pq.read_table(path), path, write_statistics=False),
+        # A sound Parquet file that lacks what a key is found by.
+        lambda path: rewrite(path, columns=["split"]),
+        lambda path: rewrite(path, columns=["key"]),
+        lambda path: rewrite(path, write_statistics=False),
+        # Fewer rows than the index had when the run began.
         shortened,
     ],
     ids=[
@@ -191,10 +239,17 @@ def shortened(path: Path) -> None:
 def test_a_sample_without_a_readable_key_is_named_by_number(copy, change):
     """Whatever happens to the index during a run, a name does not end it."""
     index = read_split(copy, split="train")
-    assert sample_names([index], [(0, 6), (0, 1)]) == [repr(NAMES[6]), repr(NAMES[1])]
 
+    # As long as nothing is wrong, the keys are read.
+    names = sample_names([index], [(0, 6), (0, 1)])
+    assert names == [repr(NAMES[6]), repr(NAMES[1])]
+
+    # The error message of a sample must not fail for want of its name ...
     change(copy / INDEX_NAME)
-    assert sample_names([index], [(0, 6)]) == ["number 6 of 'train'"]
+    (name,) = sample_names([index], [(0, 6)])
+    assert name == "number 6 of 'train'"
+
+    # ... but whoever asks for keys alone is told.
     with pytest.raises(UserError):
         sample_keys(index, [6])
 
@@ -208,6 +263,8 @@ def flaky(monkeypatch) -> Callable[[str, int, int], list[str]]:
     monkeypatch.setattr(atomic_files, "READ_PAUSES_S", (0.0,) * 3)
 
     def start(name: str, error: int, times: int) -> list[str]:
+        # Shared by all patched functions, so that `times` counts their failures
+        # together.
         failed = []
 
         def failing(real):
@@ -219,25 +276,35 @@ def flaky(monkeypatch) -> Callable[[str, int, int], list[str]]:
 
             return call
 
-        for owner, function in (
-            *(
-                (Path, function)
-                for function in "read_bytes stat is_dir is_file".split()
-            ),
-            *((pq, function) for function in ("read_table", "ParquetFile")),
+        # Every call by which indexes, manifests and folders are read.
+        for name_of_method in "read_bytes stat is_dir is_file".split():
+            real = getattr(Path, name_of_method)
+            monkeypatch.setattr(Path, name_of_method, failing(real))
+        for module, function in (
+            (pq, "read_table"),
+            (pq, "ParquetFile"),
             (os, "listdir"),
         ):
-            monkeypatch.setattr(owner, function, failing(getattr(owner, function)))
+            real = getattr(module, function)
+            monkeypatch.setattr(module, function, failing(real))
         return failed
 
     return start
 
 
 def first_key_of_stream(folder: Path) -> str:
-    how = {"num_classes": 0, "seed": 0, "start": 0, "process": 0}
-    return next(tar_samples([folder / "train-000001.tar"], num_processes=1, **how))[1]
+    samples = tar_samples(
+        [folder / "train-000001.tar"],
+        num_classes=0,
+        seed=0,
+        start=0,
+        process=0,
+        num_processes=1,
+    )
+    return next(samples)[1]
 
 
+# The three ways by which a training set is opened.
 READS = {
     "index": lambda folder: keys(read_split(folder, split="train")),
     "listing": lambda folder: tars_of_split(folder, "train", where="data.train_split"),
@@ -248,22 +315,31 @@ READS = {
 @pytest.mark.parametrize(
     ("read", "name"),
     [
-        *product(
-            ["index"], [MANIFEST_NAME, INDEX_NAME, "train-000001.tar", "entry_points"]
-        ),
+        # A split is opened by all of these; the last is a folder that most sets lack.
+        ("index", MANIFEST_NAME),
+        ("index", INDEX_NAME),
+        ("index", "train-000001.tar"),
+        ("index", "entry_points"),
         ("listing", "copy"),
         ("stream", "train-000001.tar"),
     ],
 )
-@every(error=[errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
+@every(
+    # A handle of NFS that is stale, a failing disk, and a server that does not answer.
+    error=[errno.ESTALE, errno.EIO, errno.ETIMEDOUT],
+)
 def test_a_start_waits_for_storage_that_fails_for_a_moment(
     copy, flaky, read, name, error
 ):
     """For longer it is a failure of storage, which a job is started again after; not bad input."""
     expected = READS[read](copy)
+
+    # Two failures are fewer than the pauses, so the third attempt succeeds.
     failed = flaky(name, error, 2)
     assert READS[read](copy) == expected
     assert len(failed) == 2
+
+    # One that does not end.
     flaky(name, error, 10**6)
     with pytest.raises(StorageError, match=f"{name}: cannot be read"):
         READS[read](copy)
@@ -278,19 +354,24 @@ def test_keys_are_searched_anew_where_storage_fails_in_the_middle(
 
     def failing(file, *args, **more):
         calls.append(1)
+        # Two groups of the split were read by then.
         if len(calls) == 3:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return read(file, *args, **more)
 
-    rows = pq.read_table(many_groups / INDEX_NAME).to_pylist()
-    names = [row["key"] for row in rows if row["split"] == "train"][1::6]
+    # Every sixth key, so that all eleven groups of `train` are needed.
+    rows = rows_of_split(many_groups, "train")
+    names = [row["key"] for row in rows[1::6]]
     split = read_split(many_groups, split="train")
     monkeypatch.setattr(atomic_files, "READ_PAUSES_S", (0.0,))
 
     # One group per read, so that a failure comes in the middle.
     monkeypatch.setattr(index_module, "GROUPS_AT_ONCE", 1)
     monkeypatch.setattr(pq.ParquetFile, "read_row_groups", failing)
-    chosen = choose_by_key(split, listed(many_groups / "keys", names))
+    listing = listed(many_groups / "keys", names)
+    chosen = choose_by_key(split, listing)
+
+    # The failed attempt is counted with the one before it; then all groups again.
     assert len(calls) == 2 + 1 + 11
     assert keys(chosen) == names
 
@@ -298,27 +379,32 @@ def test_keys_are_searched_anew_where_storage_fails_in_the_middle(
 def test_missing_and_shortened_tars_are_all_named(copy):
     """One rank looks at them; the others read the index alone, and pass it on."""
     settings = DataSettings(path=str(copy), global_batch=2)
+    # What was open before the damage keeps its order.
     whole = open_training_set(settings, seed=0)
     (copy / "train-000000.tar").unlink()
     (copy / "train-000002.tar").write_bytes(b"short")
     with pytest.raises(UserError) as caught:
         open_training_set(settings, seed=0)
+
+    # One report for both files, with what can be done.
     text = str(caught.value)
     assert "train-000000.tar: missing" in text
     assert "train-000002.tar: 5 bytes, but the manifest says " in text
     assert "2 of 4 files" in text
     assert "make the shards again" in text
+
+    # Splits that no tar is missing from can still be evaluated.
     assert read_split(copy, split="test").num_samples == 4
 
-    # The other ranks, without a look at the tars.
+    # The other ranks, without a look at the tars; pickled as from rank to rank.
     unchecked = open_training_set(settings, seed=0, check_files=False)
     passed_on = pickle.loads(pickle.dumps(unchecked))
     assert passed_on.fingerprint == whole.fingerprint
-    assert [passed_on.order.at(i) for i in range(40)] == [
-        whole.order.at(i) for i in range(40)
-    ]
+    for position in range(40):
+        assert passed_on.order.at(position) == whole.order.at(position)
 
 
+# A manifest of another version or form, and three that contradict the index.
 @rows("""
 - [changes, message]
 - [{format_version: 99}, "format_version: Input should be 2"]
@@ -334,40 +420,60 @@ def test_a_manifest_that_does_not_fit_is_refused(copy, changes, message):
 
 
 def test_rows_that_no_preparation_writes_are_refused(copy):
-    table = pq.read_table(copy / INDEX_NAME)
+    path = copy / INDEX_NAME
+    table = pq.read_table(path)
+
+    # Splits in the wrong order, and samples without bytes.
     zeros = pa.array([0] * len(table))
-    for changed in (table[::-1], table.set_column(4, "length", zeros)):
+    without_bytes = table.set_column(4, "length", zeros)
+    for changed in (table[::-1], without_bytes):
         write_index(copy, tables=[changed.cast(table.schema)])
-        edit_manifest(copy, index_bytes=(copy / INDEX_NAME).stat().st_size)
+
+        # The manifest holds the file's size, which is not what this test is about.
+        edit_manifest(copy, index_bytes=path.stat().st_size)
         with refused("disagrees with manifest.json|do not say which split"):
             read_split(copy, split="train")
 
 
 @every(classes=[(), ("cat", "dog")])
 def test_samples_have_no_label_if_there_are_no_classes(copy, classes):
-    table = pq.read_table(copy / INDEX_NAME)
-    column = pa.array([-1] * len(table), pa.int32())
-    table = table.set_column(table.schema.get_field_index("label"), "label", column)
-    write_index(copy, tables=[table.slice(0, 4), table.slice(4)])
-    edit_manifest(copy, classes=classes, index_bytes=(copy / INDEX_NAME).stat().st_size)
+    path = copy / INDEX_NAME
+    table = pq.read_table(path)
+    no_labels = pa.array([-1] * len(table), pa.int32())
+    number = table.schema.get_field_index("label")
+    table = table.set_column(number, "label", no_labels)
+
+    # The four rows of `test`, then those of `train`.
+    write_index(copy, tables=[table[:4], table[4:]])
+    edit_manifest(copy, classes=classes, index_bytes=path.stat().st_size)
+
+    # Classes without a single label would train on nothing.
     is_refused = refused("disagrees with manifest.json")
     with is_refused if classes else nullcontext():
-        assert set(read_split(copy, split="train").label.tolist()) == {-1}
+        index = read_split(copy, split="train")
+        assert set(index.label.tolist()) == {-1}
 
 
 # ---- training sets -------------------------------------------------------------------------------
 
 
 def opened(path: Path, **settings) -> TrainingSet:
-    values = {"path": str(path), "global_batch": 2, **settings}
+    values = {
+        "path": str(path),
+        "global_batch": 2,
+        **settings,
+    }
     return open_training_set(DataSettings.model_validate(values), seed=0)
 
 
 def listed(path: Path, names: list[str]) -> str:
-    path.write_text("".join(f"{name}\r\n" for name in names))
+    # Carriage returns: lists are also written on Windows.
+    lines = "\r\n".join([*names, ""])
+    path.write_text(lines)
     return str(path)
 
 
+# Each setting alone and in pairs: classes and keys choose first, a share is of what is left.
 @rows("""
 - [settings, chosen]
 - [{first_percent: 33}, [0, 1, 2, 3, 4, 5, 6]]
@@ -381,78 +487,122 @@ def listed(path: Path, names: list[str]) -> str:
 """)
 def test_a_subset_keeps_labels_and_places(shards, tmp_path, settings, chosen):
     if "only_keys" in settings:
-        settings = settings | {
-            "only_keys": listed(tmp_path / "keys.txt", settings["only_keys"])
-        }
+        listing = listed(tmp_path / "keys.txt", settings["only_keys"])
+        settings = settings | {"only_keys": listing}
     whole = opened(shards)
     part = opened(shards, **settings)
     (stored,) = whole.parts
     (index,) = part.parts
+
     assert keys(index) == [NAMES[row] for row in chosen]
     assert part.num_samples == len(chosen)
-    np.testing.assert_array_equal(index.label, stored.label[chosen])
-    np.testing.assert_array_equal(index.offset, stored.offset[chosen])
+
+    # Labels and places are those of the whole set: a subset does not number classes anew.
+    for name in ("label", "offset"):
+        of_all = getattr(stored, name)
+        np.testing.assert_array_equal(getattr(index, name), of_all[chosen])
     assert sum(index.shard_lengths) == len(chosen)
     assert part.classes == ("cat", "dog")
+
+    # A run does not resume with another subset.
     assert part.fingerprint != whole.fingerprint
 
     # What is held out and what is trained on are the whole together.
     if "dev_percent" in settings:
-        uncut = opened(shards, **{**settings, "dev_percent": 0.0})
+        uncut = opened(shards, **settings | {"dev_percent": 0.0})
         assert part.dev is not None
         assert uncut.dev is None
-        assert [*keys(index), *keys(part.dev)] == keys(uncut.parts[0])
-        assert len({part.fingerprint, uncut.fingerprint, part.dev.fingerprint}) == 3
+        together = keys(index) + keys(part.dev)
+        assert together == keys(uncut.parts[0])
+
+        # None of the three may pass for another one.
+        sets = (part, uncut, part.dev)
+        assert len({training_set.fingerprint for training_set in sets}) == 3
 
 
 def test_the_same_choice_from_another_file_is_the_same_set(shards, tmp_path):
-    one, two, three = (
-        opened(shards, only_keys=listed(tmp_path / f"{number}.txt", names))
-        for number, names in enumerate(
-            (NAMES[3:6], [*NAMES[5:2:-1], "not there"], NAMES[3:5])
-        )
-    )
+    def chosen(names: list[str]) -> TrainingSet:
+        listing = tmp_path / f"{len(names)}.txt"
+        return opened(shards, only_keys=listed(listing, names))
+
+    one = chosen(NAMES[3:6])
+
+    # Other order, other file name, and a line that names nothing.
+    two = chosen([*NAMES[5:2:-1], "not there"])
+    three = chosen(NAMES[3:5])
+
     assert one.fingerprint == two.fingerprint
     assert one.key_hash == two.key_hash is not None
     assert one.key_hash != three.key_hash
 
 
-def test_a_mixture_names_all_its_parts(shards, tmp_path):
-    other = write_shard_folder(tmp_path / "b", num_per_class=4, num_shards=1, seed=5)
-    mixed = opened(shards, mixture=[{"path": str(other), "share": 0.25}])
-    assert mixed.num_samples == 28
+def mixed_in(path: Path, share: float) -> dict[str, Any]:
+    return {"path": str(path), "share": share}
+
+
+@pytest.fixture
+def other(tmp_path) -> Path:
+    """8 samples with the same classes as `shards`, in one tar, and no image in common."""
+    return write_shard_folder(
+        tmp_path / "b",
+        num_per_class=4,
+        num_shards=1,
+        seed=5,
+    )
+
+
+def test_a_mixture_names_all_its_parts(shards, other):
+    mixed = opened(shards, mixture=[mixed_in(other, 0.25)])
+    assert mixed.num_samples == 20 + 8
     assert mixed.order.shares == (750_000, 250_000)
-    others = [
+
+    # A fingerprint tells sets, shares, views and the place of each part.
+    sets = [
+        mixed,
         opened(shards),
-        opened(shards, mixture=[{"path": str(other), "share": 0.5}]),
+        opened(shards, mixture=[mixed_in(other, 0.5)]),
         opened(shards, repeats=2),
         opened(shards, repeats=3),
-        opened(other, mixture=[{"path": str(shards), "share": 0.25}]),
+        opened(other, mixture=[mixed_in(shards, 0.25)]),
     ]
-    assert len({mixed.fingerprint, *(each.fingerprint for each in others)}) == 6
+    fingerprints = {training_set.fingerprint for training_set in sets}
+    assert len(fingerprints) == len(sets)
 
 
 def test_the_cache_must_hold_the_largest_tars_of_each_set():
-    sizes = range(20 << 20, 40 << 20, 1 << 20)
-    tars = [RemoteFile(Url("http://x/y"), size, "", Path(), 0) for size in sizes]
+    # Tars of 20 to 39 MiB.
+    tars = [
+        RemoteFile(Url("http://x/y"), size << 20, "", Path(), 0)
+        for size in range(20, 40)
+    ]
     parts = [SimpleNamespace(shards=tars)] * 2
 
-    # The sixteen largest of 20 to 39 MiB, of each of two sets.
+    # What is read at the same time: the sixteen largest, of each of two sets.
     gib = 2 * sum(range(24, 40)) / 1024
     _check_cache(parts, RemoteSettings(cache_gib=gib))
     with refused("0.984 GiB or more"):
         _check_cache(parts, RemoteSettings(cache_gib=gib - 0.001))
 
 
-def test_images_held_out_are_found_in_what_is_mixed_in(shards, copy, tmp_path, capsys):
+def test_images_held_out_are_found_in_what_is_mixed_in(shards, copy, other, capsys):
+    # The set itself and a copy elsewhere: images are recognized by their content.
     for path in (shards, copy):
         with refused(r"mixture\[0\].* 2 of the images .*holds out"):
-            opened(shards, mixture=[{"path": str(path), "share": 0.5}], dev_percent=10)
-    other = write_shard_folder(tmp_path / "b", num_per_class=4, num_shards=1, seed=5)
-    mixture = [{"path": str(path), "share": 0.2} for path in (other, copy)]
-    opened(shards, mixture=mixture[:1], dev_percent=10)
-    settings = DataSettings(path=str(shards), global_batch=2, val_split="train")
-    open_val_split(settings, parts=opened(shards, mixture=mixture).parts)
+            opened(shards, mixture=[mixed_in(path, 0.5)], dev_percent=10)
+
+    # One that has none of them may be mixed in.
+    mixture = [mixed_in(other, 0.2)]
+    opened(shards, mixture=mixture, dev_percent=10)
+
+    # A separate split that is also trained on is reported, not refused.
+    settings = DataSettings(
+        path=str(shards),
+        global_batch=2,
+        val_split="train",
+    )
+    mixture.append(mixed_in(copy, 0.2))
+    training_set = opened(shards, mixture=mixture)
+    open_val_split(settings, parts=training_set.parts)
     assert capsys.readouterr().out == f"{copy}: training reads 20 images of 'train'\n"
 
 
@@ -472,9 +622,12 @@ UNFIT = r"""
 
 def test_what_does_not_fit_is_refused(shards, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    # Other classes, and no classes.
     few = {"num_per_class": 4, "num_shards": 1}
     write_shard_folder(tmp_path / "owls", classes=("cat", "owl"), **few)
     write_shard_folder(tmp_path / "unlabelled", classes=(), **few)
+
+    # The lists: none of its keys is there, no such file, and not a text.
     (tmp_path / "set").symlink_to(shards)
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     listed(tmp_path / "unknown.txt", ["x"])

@@ -36,7 +36,9 @@ from vitscale.data.remote import (
     read_chunks,
 )
 
+# In the refused URLs and in a backend's message; no output may show it.
 SECRET = "hunter2"
+
 STEPS = 4
 
 
@@ -61,9 +63,10 @@ def quick(monkeypatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    made = write_shard_folder(
-        tmp_path_factory.mktemp("remote") / "bucket", num_per_class=40, num_shards=20
-    )
+    made = tmp_path_factory.mktemp("remote") / "bucket"
+    write_shard_folder(made, num_per_class=40, num_shards=20)
+
+    # All byte values, and more than one request reads.
     (made / "a.bin").write_bytes(bytes(range(256)) * 40)
     return made
 
@@ -125,11 +128,14 @@ def test_urls_with_commands_or_secrets_are_refused_and_not_repeated(
         "x\npipe:touch y",
     ):
         with refused("no such folder"):
-            read_manifest(str(tmp_path / name.replace("/", "_")))
+            read_manifest(str(tmp_path / name))
     assert location_of(f"file://{tmp_path}/a") == tmp_path / "a"
+
+    # COMMAND makes this file, and nothing may have run it.
     assert not (tmp_path / "canary").exists()
 
 
+# Signs that mean something in HTTP are quoted, in a bucket not; ".." ends at the bucket.
 @rows("""
 - [folder, name, joined]
 - ["http://host/a/b/", "c#1? .tar", "http://host/a/b/c%231%3F%20.tar"]
@@ -147,6 +153,7 @@ def test_an_external_manifest_cannot_name_other_places(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     path = copy / MANIFEST_NAME
     text = json.loads(path.read_text())
+
     for root, message in (
         (f"pipe:touch {tmp_path}/canary", "is not a plain URL"),
         (f"http://127.0.0.1/a::pipe:touch {tmp_path}/canary", "is not a plain URL"),
@@ -172,9 +179,12 @@ def test_a_transient_fault_is_retried(folder, server: RangeServer, fault, monkey
     # Two requests of three fail, so each piece is asked for again.
     server.fault = lambda path, number: fault if number % 3 else None
     assert content_of(server.url) == (folder / "a.bin").read_bytes()
+
+    # Compressed answers would shift the ranges.
     assert server.encodings == {"identity"}
 
 
+# What often passes is asked for until the time is over; a clear refusal once.
 @rows(r"""
 - [fault, kind, text]
 - [error, storage, '50[03].*; [1-9]\d requests']
@@ -189,11 +199,14 @@ def test_a_lasting_fault_is_one_error(server: RangeServer, fault, kind, text, ca
     with refused(rf"a\.bin: cannot be read .*{text}") as caught:
         list(read_chunks(Url(server.url) / "a.bin", 9))
     assert caught.value.kind == kind
-    assert capsys.readouterr().err.count("retrying for 120 s") == (
-        "; 1 requests" not in text
-    )
+
+    # Whoever waits for minutes must know for what.
+    is_retried = "; 1 requests" not in text
+    messages = capsys.readouterr().err
+    assert messages.count("retrying for 120 s") == is_retried
 
 
+# Nothing at all, half a pair of keys, and a profile that no file has.
 @rows("""
 - [variable, value]
 - [HOME, /none]
@@ -201,14 +214,12 @@ def test_a_lasting_fault_is_one_error(server: RangeServer, fault, kind, text, ca
 - [AWS_PROFILE, none]
 """)
 def test_missing_credentials_are_an_error_at_once(variable, value, monkeypatch):
+    # What this machine is set up with must not answer.
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    for name, text in {
-        "HOME": "/none",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        variable: value,
-    }.items():
-        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("HOME", "/none")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv(variable, value)
     with pytest.raises(StorageError, match=r"(Credentials|Profile).*; 1 requests"):
         list(read_chunks(Url("s3://bucket/a.bin"), 9))
 
@@ -220,39 +231,48 @@ def test_buckets_answer_with_what_was_asked_for(scheme, folder, monkeypatch):
     import fsspec
 
     monkeypatch.setattr(remote, "CHUNK_BYTES", 4000)
-    keys = {"key": "key", "secret": "secret"} if scheme == "s3" else {"token": "anon"}
+    keys = {"token": "anon"}
+    if scheme == "s3":
+        keys = {"key": "key", "secret": "secret"}
     with served(folder.parent) as server:
-        monkeypatch.setitem(
-            fsspec.config.conf, scheme, {"endpoint_url": server.url} | keys
-        )
-        assert content_of(f"{scheme}://bucket") == (folder / "a.bin").read_bytes()
+        # The server stands for the cloud: the first part of a path is the bucket.
+        settings = keys | {"endpoint_url": server.url}
+        monkeypatch.setitem(fsspec.config.conf, scheme, settings)
+        bucket = f"{scheme}://bucket"
+        assert content_of(bucket) == (folder / "a.bin").read_bytes()
+
+        # A missing object is an answer, not a fault to wait for.
         with pytest.raises(UserError) as caught:
-            content_of(f"{scheme}://bucket", "b.bin")
+            content_of(bucket, "b.bin")
         assert caught.value.kind == FailureKind.BAD_INPUT
-        found = names_below(Url(f"{scheme}://bucket"))
-        assert sorted(found) == sorted(path.name for path in folder.iterdir())
+
+        names = names_below(Url(bucket))
+        assert sorted(names) == sorted(path.name for path in folder.iterdir())
 
 
 def test_messages_of_a_backend_are_redacted(monkeypatch):
+    """A key before the host, and a signed link."""
+
     class Failing:
         def cat_file(self, url, **span):
-            raise OSError(
-                f"GET https://key:{SECRET}@host/a.bin?se=1&blob={SECRET} failed"
-            )
+            signed = f"https://key:{SECRET}@host/a.bin?se=1&blob={SECRET}"
+            raise OSError(f"GET {signed} failed")
 
     monkeypatch.setattr(remote, "_filesystem", lambda scheme: Failing())
-    with pytest.raises(
-        StorageError, match=r"GET https://host/a.bin\?\*\*\* failed"
-    ) as caught:
+    message = r"GET https://host/a.bin\?\*\*\* failed"
+    with pytest.raises(StorageError, match=message) as caught:
         list(read_chunks(Url("http://host/a.bin"), 9))
     assert SECRET not in str(caught.value)
 
 
 def test_a_silent_server_is_an_error_in_time(monkeypatch):
+    # Real time here: the limit of a request, and that of all attempts together.
     monkeypatch.setattr(remote, "PATIENCE_S", 0.8)
     monkeypatch.setattr(remote, "REQUEST_S", 0.2)
+    # It accepts connections and never answers.
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = Url(f"http://127.0.0.1:{silent.getsockname()[1]}/a.bin")
+        _, port = silent.getsockname()
+        url = Url(f"http://127.0.0.1:{port}/a.bin")
         with pytest.raises(StorageError, match="cannot be read"):
             list(read_chunks(url, 9))
 
@@ -278,7 +298,8 @@ def log(tmp_path, monkeypatch) -> Path:
         number = int(url.rpartition("/")[2])
         with open(path, "a") as file:
             file.write(f"{number}\n")
-        return [content(98 if number == 99 else number)]
+        stored = 98 if number == 99 else number
+        return [content(stored)]
 
     monkeypatch.setattr(remote, "read_chunks", answered)
     return path
@@ -301,17 +322,19 @@ class Cache:
         return RemoteFile(url, SIZE, digest, self.folder, self.max_bytes)
 
     def held(self) -> list[int | str]:
-        names = {self.file(number).blake3_hex: number for number in range(100)}
-        found = [path.name for path in self.folder.iterdir() if path.suffix != ".lock"]
-        return sorted(names.get(name, name) for name in found)
+        """Numbers of the files in the cache; what is no such file by its name."""
+        numbers = {self.file(number).blake3_hex: number for number in range(100)}
+        names = [path.name for path in self.folder.iterdir() if path.suffix != ".lock"]
+        return sorted(numbers.get(name, name) for name in names)
 
     def use(self, number: int, *, seconds_ago: float) -> None:
         then = time.time() - seconds_ago
         os.utime(self.file(number).path(), (then, then))
 
     def read(self, number: int) -> bytes:
+        piece = {"offset": 5, "num_bytes": 7}
         expected = prefix_of_hash(content(number)[5:12])
-        return self.file(number).read(offset=5, num_bytes=7, hash_prefix=expected)
+        return self.file(number).read(**piece, hash_prefix=expected)
 
 
 @pytest.fixture
@@ -323,6 +346,8 @@ def test_the_least_recently_used_file_is_evicted_first(cache: Cache):
     for number in range(3):
         cache.use(number, seconds_ago=100 - number)
     assert cache.read(0) == content(0)[5:12]  # used just now
+
+    # Room for three: one must go, and it is not the one that was read.
     cache.file(3).path()
     assert cache.held() == [0, 2, 3]
 
@@ -335,20 +360,28 @@ def test_a_prefetch_evicts_nothing_in_use(cache: Cache):
     cache.use(0, seconds_ago=remote.IDLE_S + 1)
     prefetch([cache.file(number) for number in (1, 3, 4)])
     wait_until(lambda: not remote._prefetching.is_alive())
+
     assert cache.held() == [1, 2, 3]
 
 
 def test_damage_is_fetched_again_and_never_kept(cache: Cache, log):
     """On the local disk, and where the bytes are stored."""
+
     shard = cache.file(1)
     for damage in (b"x" * SIZE, b""):
         shard.path().write_bytes(damage)
         assert cache.read(1) == content(1)[5:12]
+
+    # The part that a sample reads is sound, so only a check of the whole file tells.
     shard.path().write_bytes(content(1)[:-1] + b"x")
     assert shard.verified().read_bytes() == content(1)
     assert requests(log) == [1] * 4
+
+    # Sound bytes that are not those of the index: a new download does not help.
     with pytest.raises(OSError, match="do not have the hash in the index"):
         shard.read(offset=5, num_bytes=7, hash_prefix=0)
+
+    # Wrong where they are stored: tried a few times, and nothing of it stays.
     log.write_text("")
     with refused("bucket/99: cannot be read: its bytes do not have"):
         cache.file(99).path()
@@ -358,6 +391,7 @@ def test_damage_is_fetched_again_and_never_kept(cache: Cache, log):
 
 def test_a_cache_that_cannot_keep_a_file_is_one_error(tmp_path, log):
     """No sample is replaced for it."""
+    # Larger than the whole cache; a cache that is a file; and no cache at all.
     with refused("bucket/1 cannot be kept there .*no space for 1000 bytes"):
         Cache(tmp_path, num_files=0.5).read(1)
     with refused(r"data.remote.cache_path=.*cannot be written"):
@@ -367,33 +401,43 @@ def test_a_cache_that_cannot_keep_a_file_is_one_error(tmp_path, log):
 
 
 def test_partial_files_of_a_killed_process_are_removed(cache: Cache):
+    # What a killed process leaves: the beginning of a download, under its own name.
     left = cache.folder / f"{cache.file(1).blake3_hex}.part"
     left.write_bytes(content(0))
+
     for number in (2, 3):
         cache.file(number).path()
     assert left.exists()  # another process may be fetching it
+
+    # So old that no process can be at work on it.
     os.utime(left, (0, 0))
     cache.file(4).path()
     assert cache.held() == [2, 3, 4]
+
+    # Whoever needs this very file holds its lock, so the part is nobody's.
     left.write_bytes(content(0))
     assert cache.file(1).path().read_bytes() == content(1)
     assert not left.exists()
 
 
 def _fetch_all(cache: Cache, first: int, sizes: Path) -> None:
+    """Fetch all files in another process, and write down the cache's size after each."""
     for number in [*range(first, 6), *range(first)]:
         cache.file(number).path()
         inodes = {}  # by inode: a file renamed during the listing may appear twice
         with locked(cache.folder, "space"):
             for entry in os.scandir(cache.folder):
+                # Others end their downloads meanwhile.
                 with suppress(FileNotFoundError):
                     inodes[entry.inode()] = entry.stat().st_size
         with open(sizes, "a") as log:
             log.write(f"{sum(inodes.values())}\n")
 
 
+# A cache for all files, and one that evicts all the time.
 @every(limit="100, 4")
 def test_many_processes_fetch_each_file_once_and_keep_the_size(tmp_path, log, limit):
+    # A fork inherits the patched requests.
     context = multiprocessing.get_context("fork")
     cache = Cache(tmp_path, num_files=limit)
     sizes = tmp_path / "sizes"
@@ -401,14 +445,18 @@ def test_many_processes_fetch_each_file_once_and_keep_the_size(tmp_path, log, li
         context.Process(target=_fetch_all, args=(cache, first, sizes))
         for first in range(4)
     ]
+
     for process in processes:
         process.start()
     for process in processes:
         process.join()
+
     assert [process.exitcode for process in processes] == [0] * 4
     assert max(map(int, sizes.read_text().split())) <= limit * SIZE
     if limit == 100:
         assert requests(log) == list(range(6))
+
+    # A loader worker started during a download inherits the descriptor of the lock.
     with locked(cache.folder, "space"):
         child = context.Process(target=signal.pause)
         child.start()
@@ -419,9 +467,21 @@ def test_many_processes_fetch_each_file_once_and_keep_the_size(tmp_path, log, li
 # ---- the same run as of local shards -------------------------------------------------------------
 
 
+def batches_of(
+    run: Run, *, ranks: int = 1, workers: int = 0, start: int = 0, stop: int = STEPS
+) -> list[list[bytes]]:
+    """Read a run in any layout; a step takes 24 images from most of the 20 tars."""
+    return run.batches(
+        ranks=ranks,
+        workers=workers,
+        start=start,
+        stop=stop,
+    )
+
+
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> list[list[bytes]]:
-    return Run(folder).batches(ranks=1, workers=0, start=0, stop=STEPS)
+    return batches_of(Run(folder))
 
 
 @pytest.fixture
@@ -431,50 +491,61 @@ def run(server: RangeServer, tmp_path) -> Run:
 
 def flaky(path: str, number: int) -> str | None:
     """Every fault, one request in two."""
+    if not path.endswith(".tar"):
+        return None
     faults = ("error", None, "drop", None, "short", "wrong", None, "slow", None, None)
-    return faults[number % len(faults)] if path.endswith(".tar") else None
+    return faults[number % len(faults)]
 
 
 def test_every_layout_gives_the_batches_of_local_shards(
     run: Run, server: RangeServer, undisturbed, tmp_path
 ):
     server.fault = flaky
-    found = run.batches(ranks=1, workers=0, start=0, stop=1)
-    found += run.batches(ranks=3, workers=2, start=1, stop=STEPS)
-    assert found == undisturbed
+    # Resumed on another layout, with the cache of the first.
+    batches = batches_of(run, stop=1)
+    batches += batches_of(
+        run,
+        ranks=3,
+        workers=2,
+        start=1,
+    )
+    assert batches == undisturbed
+
+    # Files are named by their hash of 64 digits.
     cached = [path for path in (tmp_path / "cache").iterdir() if len(path.name) == 64]
     assert len(cached) > 15
     for path in cached:  # damage on the local disk is found and fetched again
         path.write_bytes(b"x" * path.stat().st_size)
-    assert run.batches(ranks=1, workers=1, start=0, stop=STEPS) == undisturbed
+    assert batches_of(run, workers=1) == undisturbed
 
 
 def test_each_shard_is_prefetched_once_within_the_cache_size(
     run: Run, server: RangeServer, undisturbed, tmp_path
 ):
     # In this process: workers end in the middle of a fetch, which another then begins again.
-    assert run.batches(ranks=1, workers=0, start=0, stop=1) == undisturbed[:1]
+    assert batches_of(run, stop=1) == undisturbed[:1]
 
     # Two blocks of 16 fit; the second is fetched while the first is read.
-    index = read_split(
-        server.url, split="train", remote_settings=run.settings(0).remote
-    )
+    settings = run.settings(0).remote
+    index = read_split(server.url, split="train", remote_settings=settings)
     files = [shard for shard in index.shards if isinstance(shard, RemoteFile)]
 
     def are_fetched():
         prefetch(files)  # as each batch asks for it
-        return all((tmp_path / "cache" / file.blake3_hex).exists() for file in files)
+        cache = tmp_path / "cache"
+        return all((cache / file.blake3_hex).exists() for file in files)
 
     wait_until(are_fetched)
+
     sent = dict(server.sent)
+    # Not a byte more than the tars have.
     tars = sum(num for name, num in sent.items() if name.endswith(".tar"))
     assert tars == sum(file.num_bytes for file in files)
-    assert run.batches(ranks=3, workers=1, start=0, stop=STEPS) == undisturbed
+    assert batches_of(run, ranks=3, workers=1) == undisturbed
 
     # All from the cache but the manifest.
-    assert {name for name, num in server.sent.items() if num != sent[name]} == {
-        MANIFEST_NAME
-    }
+    read_again = {name for name, num in server.sent.items() if num != sent[name]}
+    assert read_again == {MANIFEST_NAME}
 
 
 @rows("""
@@ -488,4 +559,4 @@ def test_an_outage_ends_the_run_and_names_the_shard(
     """An outage is no bit rot: substituting would make runs non-deterministic."""
     server.fault = lambda path, number: fault if path.endswith(".tar") else None
     with refused(r"(?s)train-0000\d\d\.tar: cannot be read.*requests"):
-        run.batches(ranks=1, workers=workers, start=0, stop=STEPS)
+        batches_of(run, workers=workers)

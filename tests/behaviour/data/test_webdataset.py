@@ -19,6 +19,7 @@ from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 from vitscale.data.webdataset import check_shares, tar_samples, tars_of_split
 
+# Four samples in each tar: several tars for each process of the layouts below.
 NUM = 24
 TARS = 6
 
@@ -36,18 +37,36 @@ def folder(tmp_path_factory) -> Path:
 
 
 def settings(path: Path | str, **more) -> DataSettings:
+    """Settings of a stream. more: those that differ; its `webdataset` are merged."""
     tars = {"num_samples": NUM, "num_classes": 2} | more.pop("webdataset", {})
-    values = {"path": str(path), "global_batch": GLOBAL_BATCH, "reader": "webdataset"}
-    values |= {"webdataset": tars, "val_split": None, "num_workers": 0}
+    values = {
+        "path": str(path),
+        "global_batch": GLOBAL_BATCH,
+        "reader": "webdataset",
+        "webdataset": tars,
+        "val_split": None,
+        "num_workers": 0,
+    }
     return DataSettings.model_validate(values | more)
 
 
-def taken(
+def streamed(
     folder: Path, num_samples: int, *, start: int = 0, process: int = 0, num: int = 1
 ) -> list[Any]:
-    tars = open_training_set(settings(folder), seed=SEED).tars
-    more = {"process": process, "num_processes": num, "num_classes": 2}
-    return list(islice(tar_samples(tars, seed=SEED, start=start, **more), num_samples))
+    """The next samples of one of `num` processes: (tar, key, image, label) of each."""
+    samples = tar_samples(
+        open_training_set(settings(folder), seed=SEED).tars,
+        seed=SEED,
+        start=start,
+        process=process,
+        num_processes=num,
+        num_classes=2,
+    )
+    return list(islice(samples, num_samples))
+
+
+def keys_of(*args, **more) -> list[str]:
+    return [key for _, key, _, _ in streamed(*args, **more)]
 
 
 def test_an_epoch_has_every_sample_once(folder, monkeypatch):
@@ -55,32 +74,42 @@ def test_an_epoch_has_every_sample_once(folder, monkeypatch):
     monkeypatch.delattr(tariterators.gopen, "gopen")
     index = read_split(folder, split="train")
     stored = {key: number for number, key in enumerate(sample_keys(index, range(NUM)))}
-    found = taken(folder, 3 * NUM)
-    for _, key, image, label in found:
-        assert label == index.label[stored[key]]
-        assert len(image) == index.length[stored[key]]
-    epochs = [
-        [key for _, key, _, _ in found[i * NUM : (i + 1) * NUM]] for i in range(3)
-    ]
+
+    # The index of the same tars tells what belongs to a key.
+    samples = streamed(folder, 3 * NUM)
+    for _, key, image, label in samples:
+        number = stored[key]
+        assert label == index.label[number]
+        assert len(image) == index.length[number]
+
+    # Each epoch is whole, and in an order of its own.
+    keys = [key for _, key, _, _ in samples]
+    epochs = [keys[start : start + NUM] for start in range(0, 3 * NUM, NUM)]
     assert [set(epoch) for epoch in epochs] == [set(stored)] * 3
     assert epochs[0] != epochs[1] != epochs[2]
-    assert [key for _, key, _, _ in taken(folder, NUM, start=NUM)] not in epochs
-    shared = [
-        each[1] for n in range(3) for each in taken(folder, NUM // 3, process=n, num=3)
-    ]
-    assert set(shared) == set(stored)
+
+    # After a resume the tars come in a fresh order.
+    assert keys_of(folder, NUM, start=NUM) not in epochs
+
+    # The shares of three processes are an epoch together.
+    shared = set[str]()
+    for process in range(3):
+        shared.update(keys_of(folder, NUM // 3, process=process, num=3))
+    assert shared == set(stored)
 
 
 @every(num_workers="0, 1, 2, 8", num_ranks="1, 2, 3, 256")
 def test_every_loader_process_needs_a_tar(num_ranks, num_workers):
     """One without would look for one for ever: its share of every epoch is empty."""
     num_processes = num_ranks * max(num_workers, 1)
-    for num_tars in {1, num_processes - 1, num_processes, num_processes + 1, 1024} - {
-        0
-    }:
-        shares = [
-            range(num_tars)[process::num_processes] for process in range(num_processes)
-        ]
+
+    # About the limit, and far below and above it.
+    nums = {1, num_processes - 1, num_processes, num_processes + 1, 1024}
+    for num_tars in nums - {0}:
+        # Process p reads the tars p, p + n, p + 2 n and so on.
+        tars = range(num_tars)
+        shares = [tars[process::num_processes] for process in range(num_processes)]
+
         is_refused = pytest.raises(UserError) if not all(shares) else nullcontext()
         with is_refused as caught:
             check_shares(num_tars, num_ranks=num_ranks, num_workers=num_workers)
@@ -90,47 +119,65 @@ def test_every_loader_process_needs_a_tar(num_ranks, num_workers):
 
 
 def batches(data: DataSettings, *, ranks: int = 1) -> list[Any]:
-    more = {"start": 0, "stop": 2 * GLOBAL_BATCH, "ranks": ranks}
-    return [
-        batch
-        for rank in range(ranks)
-        for batch in rank_batches_of(data, rank=rank, **more)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("workers", "num_classes", "labels"), [(0, 4, {3}), (2, 4, {3}), (2, None, {-1})]
-)
-def test_labels_are_numbers_or_absent(tmp_path, workers, num_classes, labels):
-    tars = {
-        f"train-{n}.tar": {"a.JPG": photo(1), "a.cls": b" 3\n".rjust(50)}
-        for n in range(4)
+    """Two global batches, those of the first rank first."""
+    span = {
+        "start": 0,
+        "stop": 2 * GLOBAL_BATCH,
+        "ranks": ranks,
     }
-    write_tars(tmp_path, tars)
-    data = settings(
-        tmp_path, num_workers=workers, webdataset={"num_classes": num_classes}
-    )
+    of_ranks = [rank_batches_of(data, rank=rank, **span) for rank in range(ranks)]
+    return [batch for of_rank in of_ranks for batch in of_rank]
+
+
+# With workers and without; without a number of classes the members `cls` are not read.
+@rows("""
+- [workers, num_classes, label]
+- [0, 4, 3]
+- [2, 4, 3]
+- [2, null, -1]
+""")
+def test_labels_are_numbers_or_absent(tmp_path, workers, num_classes, label):
+    # Spaces and line ends, as editors and scripts leave them.
+    members = {"a.JPG": photo(1), "a.cls": b" 3\n".rjust(50)}
+    write_tars(tmp_path, {f"train-{number}.tar": members for number in range(4)})
+
+    tars = {"num_classes": num_classes}
+    data = settings(tmp_path, num_workers=workers, webdataset=tars)
     found = batches(data, ranks=2)
     assert [len(batch.labels) for batch in found] == [GLOBAL_BATCH // 2] * 4
-    assert all(batch.images.float().std() > 0 for batch in found)
-    assert {label for batch in found for label in batch.labels.tolist()} == labels
+    for batch in found:
+        # Not left empty: a picture varies.
+        assert batch.images.float().std() > 0
+        assert set(batch.labels.tolist()) == {label}
 
 
 def test_images_that_cannot_be_decoded_are_counted(tmp_path):
+    # Every second image is sound; one sample has a label alone.
     members = {f"{n}.{kind}": b"1" for n in range(30) for kind in ("jpg", "cls")}
     good = {f"{n}.jpg": photo(n) for n in range(0, 30, 2)}
     write_tars(tmp_path, {"train-0.tar": members | good | {"no_image.cls": b"1"}})
-    lost = {
-        each.key for batch in batches(settings(tmp_path)) for each in batch.unreadable
-    }
+    lost = set[str]()
+    for batch in batches(settings(tmp_path)):
+        lost.update(sample.key for sample in batch.unreadable)
     assert {"1", "29", "no_image"} < lost
+    assert "2" not in lost
+
+    # Without any sound one the search for a substitute must end.
     assert "2" not in lost
     write_tars(tmp_path, {"train-0.tar": members})
     with refused("9 samples in a row cannot be read, the last: "):
         batches(settings(tmp_path))
 
 
-WHOLE = tar_bytes({"a.jpg": photo(1), "a.cls": b"1", "b.jpg": photo(2), "b.cls": b"2"})
+# Two samples with labels 1 and 2, of which two classes allow the first.
+WHOLE = tar_bytes(
+    {
+        "a.jpg": photo(1),
+        "a.cls": b"1",
+        "b.jpg": photo(2),
+        "b.cls": b"2",
+    }
+)
 
 
 @pytest.mark.parametrize(
@@ -147,12 +194,21 @@ def test_a_tar_that_cannot_be_used_is_named(tmp_path, content, message):
     tar = tmp_path / "train-0.tar"
     if content is not None:
         tar.write_bytes(content)
+    samples = tar_samples(
+        [tar],
+        num_classes=2,
+        seed=0,
+        start=0,
+        process=0,
+        num_processes=1,
+    )
+
+    # Three of a tar of two: the stream goes round, so nothing is passed over.
     with refused(rf"train-0\.tar: .*{message}"):
-        more = {"seed": 0, "start": 0, "process": 0, "num_processes": 1}
-        list(islice(tar_samples([tar], num_classes=2, **more), 3))
+        list(islice(samples, 3))
 
 
-# The numbers of its tars, or why it is refused.
+# The numbers of its tars, or why it is refused: too many names, missing tars, and a command.
 @rows("""
 - [split, numbers]
 - [train, [0, 1, 2, 3, 4, 5]]
@@ -169,13 +225,14 @@ def test_a_tar_that_cannot_be_used_is_named(tmp_path, content, message):
 def test_a_split_is_a_name_or_a_pattern(folder, split, numbers):
     split = split.replace("FOLDER", str(folder))
     if not isinstance(numbers, str):
-        names = [
-            tar.name for tar in tars_of_split(folder, split, where="data.train_split")
-        ]
-        assert names == [f"train-{number:06d}.tar" for number in numbers]
+        tars = tars_of_split(folder, split, where="data.train_split")
+        expected = [f"train-{number:06d}.tar" for number in numbers]
+        assert [tar.name for tar in tars] == expected
         return
     with refused(f"data.train_split: .*{numbers}"):
         tars_of_split(folder, split, where="data.train_split")
     with refused("no such folder"):
         tars_of_split(folder / "missing", split, where="data.train_split")
+
+    # What the last row would run through a shell.
     assert not (folder / "canary").exists()

@@ -32,13 +32,16 @@ from vitscale.data.training_set import TrainingSet, open_training_set
 CAFE = "caf\u00e9"
 # The same letters to the eye: an e, and an accent of its own.
 DECOMPOSED = "cafe\u0301"
+
+# The refusals below are of classes, not of too many damaged images.
 ANY_BAD = {"max_bad_fraction": 1}
 
 
 def picture(seed: int) -> bytes:
     """A PNG whose pixels tell the seed."""
+    colour = (seed % 256, seed // 256, 7)
     file = io.BytesIO()
-    Image.new("RGB", (8, 8), (seed % 256, seed // 256, 7)).save(file, "PNG")
+    Image.new("RGB", (8, 8), colour).save(file, "PNG")
     return file.getvalue()
 
 
@@ -48,30 +51,39 @@ def write_folder(root: Path, images: Mapping[str, int]) -> Path:
     for folder, num in images.items():
         (root / folder).mkdir(parents=True, exist_ok=True)
         for number in range(num):
-            (root / folder / f"{number}.png").write_bytes(picture(next(seeds)))
+            path = root / folder / f"{number}.png"
+            path.write_bytes(picture(next(seeds)))
     return root
 
 
 def stored(folder: Path) -> dict[str, set[tuple[str, str]]]:
     """Split -> (class, pixels as bytes) of the tars, read by tarfile and Pillow."""
-    classes = json.loads((folder / "manifest.json").read_text())["classes"]
-    found = defaultdict[str, set[tuple[str, str]]](set)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    pictures = defaultdict[str, set[tuple[str, str]]](set)
     for path in folder.glob("*.tar"):
+        split = path.name.partition("-")[0]
         with tarfile.open(path) as tar:
-            members = {m.name: tar.extractfile(m).read() for m in tar.getmembers()}
+            members = {
+                member.name: tar.extractfile(member).read()
+                for member in tar.getmembers()
+            }
         for name, data in members.items():
-            if name.endswith(".png"):
-                label = int(members[name.removesuffix("png") + "cls"])
+            stem, _, kind = name.rpartition(".")
+            if kind == "png":
+                label = int(members[f"{stem}.cls"])
                 pixel = Image.open(io.BytesIO(data)).getpixel((0, 0))
-                found[path.name.partition("-")[0]].add((classes[label], str(pixel)))
-    return found
+                pictures[split].add((manifest["classes"][label], str(pixel)))
+    return pictures
 
 
 def refusal(tmp_path: Path, path: Path, **sections) -> str:
     """The error of a preparation, which leaves no output."""
+    output = tmp_path / "refused"
     with pytest.raises(UserError) as caught:
-        prepare_here(run_of(path, tmp_path / "refused", **sections))
-    assert not (tmp_path / "refused").exists()
+        prepare_here(run_of(path, output, **sections))
+    assert not output.exists()
+
+    # So that the same test may be refused again, with other settings.
     shutil.rmtree(tmp_path / ".refused.preparing")
     return caught.value.text()
 
@@ -99,12 +111,22 @@ UNSEEN = r"""
 
 @rows(UNSEEN)
 def test_a_class_that_training_never_sees_is_refused(name, other, message, tmp_path):
-    images = {"train/ant": 2, f"train/{name}": 2, "val/ant": 1, f"val/{other}": 2}
-    text = refusal(tmp_path, write_folder(tmp_path / "in", images))
+    images = {
+        "train/ant": 2,
+        f"train/{name}": 2,
+        "val/ant": 1,
+        f"val/{other}": 2,
+    }
+    source = write_folder(tmp_path / "in", images)
+    text = refusal(tmp_path, source)
     assert re.search(message, text), text
-    assert "val/" in text and ".png" in text, "an image of the class is named"
+
+    # An image of the class is named: the folder alone may have thousands.
+    assert "val/" in text
+    assert ".png" in text
 
 
+# A byte that is no UTF-8, and a control character: both are written as in Python's texts.
 @pytest.mark.parametrize(
     "name, other",
     [
@@ -114,43 +136,62 @@ def test_a_class_that_training_never_sees_is_refused(name, other, message, tmp_p
     ],
 )
 def test_names_that_become_one_class_are_refused(name, other, tmp_path):
-    images = {os.fsdecode(folder): 1 for folder in (b"train/ant", name, other)}
-    text = refusal(tmp_path, write_folder(tmp_path / "in", images))
-    assert f"{other!r} and {name.partition(b'/')[2]!r} would be one class" in text
+    folders = (b"train/ant", name, other)
+    images = {os.fsdecode(folder): 1 for folder in folders}
+    source = write_folder(tmp_path / "in", images)
+    text = refusal(tmp_path, source)
+    class_name = name.partition(b"/")[2]
+    assert f"{other!r} and {class_name!r} would be one class" in text
 
 
 def test_a_space_may_have_classes_without_training_images(tmp_path):
     source = write_folder(
-        tmp_path / "in", {"train/ant": 2, "val/ant": 1, "val/walrus": 2}
+        tmp_path / "in",
+        {
+            "train/ant": 2,
+            "val/ant": 1,
+            "val/walrus": 2,
+        },
     )
     (source / "train/empty").mkdir()
-    (tmp_path / "space.txt").write_text("walrus\nant\n10\n2\n")
-    run = run_of(source, tmp_path / "s", labels={"space": str(tmp_path / "space.txt")})
+    output = tmp_path / "s"
+    space = tmp_path / "space.txt"
+    space.write_text("walrus\nant\n10\n2\n")
+    run = run_of(source, output, labels={"space": str(space)})
     prepare_here(run)
-    assert read_manifest(tmp_path / "s").notes == ()
-    kept = stored(tmp_path / "s")
+    assert read_manifest(output).notes == ()
+    kept = stored(output)
     assert {name for name, _ in kept["train"]} == {"ant"}
     assert {name for name, _ in kept["val"]} == {"ant", "walrus"}
 
     # Without a space, a class that has too few images is left out, here and in val.
     (source / "train/empty").rmdir()
-    prepare_here(run_of(source, tmp_path / "t", source={"min_images_per_class": 3}))
+    few = {"min_images_per_class": 3}
+    prepare_here(run_of(source, tmp_path / "t", source=few))
     assert read_manifest(tmp_path / "t").classes == ("ant",)
-    shutil.rmtree(tmp_path / "s")
+    shutil.rmtree(output)
 
     # The list of classes changes between two steps of one preparation.
     work = prepare_here(run, until="finish")
-    (tmp_path / "space.txt").write_text("ant\nwalrus\n")
+    space.write_text("ant\nwalrus\n")
     with refused("begun with other settings"):
         run_steps(work, STEPS[-1:], num_workers=1)
 
 
 def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path):
     source = write_folder(
-        tmp_path / "in", {"train/ant": 2, "train/dog": 1, "val/dog": 2}
+        tmp_path / "in",
+        {
+            "train/ant": 2,
+            "train/dog": 1,
+            "val/dog": 2,
+        },
     )
     (source / "train/dog/0.png").write_bytes(picture(3)[:60])
+
+    # A cut PNG: the only image of its class in train.
     text = refusal(tmp_path, source, images=ANY_BAD)
+
     assert "no usable image is left of 1 classes: dog (in train)" in text
     assert "dog/0.png" in text
 
@@ -163,23 +204,39 @@ def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path):
 
 
 def test_names_that_look_alike_are_refused_within_train(tmp_path):
-    both = {CAFE: 1, DECOMPOSED: 1, "tea": 1}
-    assert "look like" in refusal(tmp_path, write_folder(tmp_path / "in", both))
+    """An accented letter, and a letter with an accent of its own: two names, one look."""
+    both = write_folder(
+        tmp_path / "in",
+        {
+            CAFE: 1,
+            DECOMPOSED: 1,
+            "tea": 1,
+        },
+    )
+    assert "look like" in refusal(tmp_path, both)
 
     # Letters of both cases are classes of their own.
-    prepare_here(
-        run_of(write_folder(tmp_path / "letters", {"A": 1, "a": 1}), tmp_path / "s")
-    )
+    letters = write_folder(tmp_path / "letters", {"A": 1, "a": 1})
+    prepare_here(run_of(letters, tmp_path / "s"))
     assert read_manifest(tmp_path / "s").classes == ("A", "a")
 
 
 def test_a_rejected_class_that_looks_like_one_of_the_space_is_refused(tmp_path):
-    source = write_folder(tmp_path / "in", {DECOMPOSED: 2, "tea": 2, "x": 1})
-    (tmp_path / "space.txt").write_text(f"{CAFE}\ntea\n")
-    labels = {"space": str(tmp_path / "space.txt"), "unknown": "reject"}
-    assert r"the list has 'caf\xe9', the source 'cafe\u0301'" in refusal(
-        tmp_path, source, labels=labels
+    source = write_folder(
+        tmp_path / "in",
+        {
+            DECOMPOSED: 2,
+            "tea": 2,
+            "x": 1,
+        },
     )
+    space = tmp_path / "space.txt"
+    space.write_text(f"{CAFE}\ntea\n")
+
+    # x may be rejected; nobody means to reject what shows like a class of the list.
+    labels = {"space": str(space), "unknown": "reject"}
+    text = refusal(tmp_path, source, labels=labels)
+    assert r"the list has 'caf\xe9', the source 'cafe\u0301'" in text
 
 
 # ---- numbers -------------------------------------------------------------------------------------
@@ -188,27 +245,35 @@ def test_a_rejected_class_that_looks_like_one_of_the_space_is_refused(tmp_path):
 def write_labels(kind: str, root: Path, labels: list[str]) -> tuple[Path, Values]:
     """A source with these labels; returns its path, and its settings."""
     root.mkdir()
+    images = [picture(number) for number in range(len(labels))]
     if kind == "path_table":
         lines = ["image,label"]
         for number, text in enumerate(labels):
-            (root / f"{number}.png").write_bytes(picture(number))
+            (root / f"{number}.png").write_bytes(images[number])
             lines.append(f"{number}.png,{text}")
-        (root / "t.csv").write_text("\n".join(lines))
-        return root / "t.csv", {"kind": kind}
+        table = root / "t.csv"
+        table.write_text("\n".join(lines))
+        return table, {"kind": kind}
+
     if kind == "parquet":
-        columns = {"image": list(map(picture, range(len(labels)))), "label": labels}
+        columns = {"image": images, "label": labels}
         pq.write_table(pa.table(columns), root / "a.parquet")
         return root, {"kind": kind}
+
+    # Members of tars: the text of a `cls`, or a field of a `json`.
+    settings = {"kind": "webdataset"}
+    if kind == "json":
+        settings["label"] = "json:class"
     members = {}
     for number, text in enumerate(labels):
-        members[f"{number:03}.png"] = picture(number)
         content = json.dumps({"class": text}) if kind == "json" else text
+        members[f"{number:03}.png"] = images[number]
         members[f"{number:03}.{kind}"] = content.encode()
     write_tars(root, {"a.tar": members})
-    how = {"label": "json:class"} if kind == "json" else {}
-    return root, {"kind": "webdataset", **how}
+    return root, settings
 
 
+# What int() of Python or a spreadsheet would take for a number, and a text.
 @every(
     odd='"3.0", "03", "3 5", "3\\0", "+3", 1e3, "[3]", none',
     kind="path_table, parquet, cls, json",
@@ -221,7 +286,8 @@ def test_a_label_that_is_no_plain_number_among_numbers_is_refused(kind, odd, tmp
     source, settings = write_labels(kind, tmp_path / "in", labels)
     text = refusal(tmp_path, source, source=settings)
     places = {"path_table": "13.png", "parquet": "a.parquet/13"}
-    assert f"such as {odd!a} of {places.get(kind, 'a.tar/013.png')!r}" in text
+    place = places.get(kind, "a.tar/013.png")
+    assert f"such as {odd!a} of {place!r}" in text
 
 
 # The labels of the images, and the classes that they become.
@@ -242,9 +308,10 @@ def test_numbers_in_one_form_are_taken(tmp_path, labels, classes):
 
 
 def test_floats_are_refused_and_a_mark_of_windows_is_no_part_of_a_number(tmp_path):
-    floats = [f"{n}.0" for n in range(12)]
+    floats = [f"{number}.0" for number in range(12)]
     source, settings = write_labels("path_table", tmp_path / "in", floats)
-    assert "such as '0.0' of '0.png'" in refusal(tmp_path, source, source=settings)
+    text = refusal(tmp_path, source, source=settings)
+    assert "such as '0.0' of '0.png'" in text
 
     # Notepad writes a byte order mark before the number.
     source, settings = write_labels("cls", tmp_path / "tars", ["0", "\ufeff1", "2"])
@@ -254,30 +321,37 @@ def test_floats_are_refused_and_a_mark_of_windows_is_no_part_of_a_number(tmp_pat
 
 def test_folders_named_by_numbers_are_sorted_as_text_and_it_is_said(tmp_path):
     source = write_folder(tmp_path / "in", {str(number): 1 for number in range(11)})
-    prepare_here(run_of(source, tmp_path / "s"))
-    (note,) = read_manifest(tmp_path / "s").notes
+    output = tmp_path / "s"
+    prepare_here(run_of(source, output))
+    (note,) = read_manifest(output).notes
     assert "'10' has label 2, and '2' 3" in note
 
     # 0 to 9 and a name are in the order of the numbers.
     named = write_folder(tmp_path / "b", dict.fromkeys([*"0123456789", "none"], 1))
-    prepare_here(run_of(named, tmp_path / "s2"))
-    assert read_manifest(tmp_path / "s2").notes == ()
+    output = tmp_path / "s2"
+    prepare_here(run_of(named, output))
+    assert read_manifest(output).notes == ()
 
     # 3 and 03 would be two classes.
-    assert "such as '03'" in refusal(tmp_path, write_folder(source, {"03": 1}))
+    write_folder(source, {"03": 1})
+    assert "such as '03'" in refusal(tmp_path, source)
 
 
 def test_parquet_files_must_name_their_classes_alike(tmp_path):
+    root = tmp_path / "in"
+    root.mkdir()
+
+    # As the `datasets` package stores the names of classes.
     feature = {"_type": "ClassLabel", "names": ["cat", "dog"]}
-    metadata = {"huggingface": json.dumps({"info": {"features": {"label": feature}}})}
-    columns = {"image": [picture(1), picture(2)], "label": pa.array([0, 1])}
-    (tmp_path / "in").mkdir()
+    info = {"info": {"features": {"label": feature}}}
+    metadata = {"huggingface": json.dumps(info)}
+    images = [picture(1), picture(2)]
+    table = pa.table({"image": images, "label": pa.array([0, 1])})
 
     # One of two files has names: the numbers of the other may mean anything.
-    named = pa.table(columns).replace_schema_metadata(metadata)
-    pq.write_table(named, tmp_path / "in/a.parquet")
-    pq.write_table(pa.table(columns), tmp_path / "in/b.parquet")
-    text = refusal(tmp_path, tmp_path / "in", source={"kind": "parquet"})
+    pq.write_table(table.replace_schema_metadata(metadata), root / "a.parquet")
+    pq.write_table(table, root / "b.parquet")
+    text = refusal(tmp_path, root, source={"kind": "parquet"})
     assert "'a.parquet' and 'b.parquet' have different lists of class names" in text
 
 
@@ -311,34 +385,52 @@ away/5.png,b,val
 """
     (root / "t.csv").write_text(table)
     kind = {"kind": "path_table"}
-    prepare_here(run_of(root / "t.csv", tmp_path / "s", source=kind, images=ANY_BAD))
-    entries = pq.read_table(tmp_path / "s/ledger.parquet").to_pylist()
+    output = tmp_path / "s"
+    prepare_here(run_of(root / "t.csv", output, source=kind, images=ANY_BAD))
+    entries = pq.read_table(output / "ledger.parquet").to_pylist()
     reasons = Counter(entry["reason"] for entry in entries)
     assert reasons == {None: 7, "duplicate_path": 7}
 
-    def pixel(place):
-        picture = Image.open(root / f"{place[1]}.png")
-        return place[0], str(picture.getpixel((0, 0)))
+    def pixel(text):
+        """ "a0" -> class a, and the colour of 0.png."""
+        class_name, number = text
+        image = Image.open(root / f"{number}.png")
+        return class_name, str(image.getpixel((0, 0)))
 
-    kept = {"train": set(map(pixel, "a0 b3 a4 a6 b7".split())), "val": {pixel("a2")}}
-    assert stored(tmp_path / "s") == kept
+    # One of each file that has one class and one split; the right image, not only its name.
+    train = {pixel(text) for text in "a0 b3 a4 a6 b7".split()}
+    assert stored(output) == {"train": train, "val": {pixel("a2")}}
 
 
 def test_one_tar_or_table_under_two_names_is_refused(tmp_path):
-    write_tars(tmp_path / "in", {"a.tar": {"0.png": picture(0), "0.cls": b"0"}})
-    (tmp_path / "in/b.tar").symlink_to("a.tar")
-    text = refusal(tmp_path, tmp_path / "in", source={"kind": "webdataset"})
+    root = tmp_path / "in"
+    kind = {"kind": "webdataset"}
+    write_tars(root, {"a.tar": {"0.png": picture(0), "0.cls": b"0"}})
+    (root / "b.tar").symlink_to("a.tar")
+    text = refusal(tmp_path, root, source=kind)
     assert "one file has two names: 'a.tar' and 'b.tar'" in text
 
-    splits = {"kind": "webdataset", "splits": {"train": "a.tar", "val": "b.tar"}}
-    assert "two splits share files" in refusal(tmp_path, tmp_path / "in", source=splits)
+    # Also where each split has one of the names.
+    splits = kind | {"splits": {"train": "a.tar", "val": "b.tar"}}
+    text = refusal(tmp_path, root, source=splits)
+    assert "two splits share files" in text
 
 
 def test_equal_bytes_in_two_splits_are_counted_for_every_source(tmp_path):
-    root = write_folder(tmp_path / "in", {"train/a": 3, "val/a": 2, "test/a": 2})
-    (root / "val/a/copy.png").write_bytes((root / "train/a/1.png").read_bytes())
-    (root / "test/a/copy.png").write_bytes((root / "train/a/1.png").read_bytes())
+    root = write_folder(
+        tmp_path / "in",
+        {
+            "train/a": 3,
+            "val/a": 2,
+            "test/a": 2,
+        },
+    )
+    for split in ("val", "test"):
+        copy = root / split / "a/copy.png"
+        copy.write_bytes((root / "train/a/1.png").read_bytes())
     prepare_here(run_of(root, tmp_path / "s"))
+
+    # Each pair of splits once.
     notes = [note for note in read_manifest(tmp_path / "s").notes if "bytes" in note]
     assert notes == [
         "1 images of test have the bytes of images of val",
@@ -347,7 +439,12 @@ def test_equal_bytes_in_two_splits_are_counted_for_every_source(tmp_path):
     ]
 
     # An index of tars that others made says the same.
-    members = {"0.png": picture(1), "0.cls": b"0", "1.png": picture(2), "1.cls": b"0"}
+    members = {
+        "0.png": picture(1),
+        "0.cls": b"0",
+        "1.png": picture(2),
+        "1.cls": b"0",
+    }
     write_tars(tmp_path / "tars", {"train-0.tar": members, "val-0.tar": members})
     text = index(tmp_path / "tars", tmp_path / "index")
     assert "note: 2 images of val have the bytes of images of train" in text
@@ -361,8 +458,9 @@ def sorted_tars(root: Path) -> Path:
     for label in range(6):
         members = {}
         for number in range(20):
-            members[f"{number:03}.png"] = picture(100 * label + number)
-            members[f"{number:03}.cls"] = str(label).encode()
+            key = f"{number:03}"
+            members[f"{key}.png"] = picture(100 * label + number)
+            members[f"{key}.cls"] = str(label).encode()
         write_tars(root, {f"{label}.tar": members})
     return root
 
@@ -375,31 +473,44 @@ def indexed(tmp_path_factory) -> Path:
 
 
 def opened(path: Path, **settings) -> TrainingSet:
-    return open_training_set(
-        DataSettings(path=str(path), global_batch=2, **settings), seed=0
+    data = DataSettings(
+        path=str(path),
+        global_batch=2,
+        **settings,
     )
+    return open_training_set(data, seed=0)
 
 
 def test_keys_that_tars_share_get_the_name_of_their_tar(indexed, tmp_path):
     split = read_split(indexed, split="train")
     keys = sample_keys(split, range(split.num_samples))
-    assert len(set(keys)) == 120
+    assert len(set(keys)) == 6 * 20
     assert keys[25] == "1/005"
+
+    # The ledger and the list for duplicates find the members by the same names.
     rows = pq.read_table(indexed / "ledger.parquet").to_pylist()
     paths = list_samples(indexed)["path"].to_pylist()
     assert paths == [f"{key.replace('/', '.tar/')}.png" for key in keys]
     assert {row["key"] for row in rows} == set(keys)
 
     # A list takes the samples that it names, by the bytes in the tars.
-    (tmp_path / "keys.txt").write_text("2/003\n5/019\n")
-    chosen = opened(indexed, only_keys=str(tmp_path / "keys.txt")).parts[0]
-    assert [chosen.read(i) for i in range(2)] == [picture(203), picture(519)]
+    listing = tmp_path / "keys.txt"
+    listing.write_text("2/003\n5/019\n")
+    chosen = opened(indexed, only_keys=str(listing)).parts[0]
+    for sample, seed in enumerate((203, 519)):
+        assert chosen.read(sample) == picture(seed)
 
 
 def test_unique_keys_stay_as_they_are(tmp_path):
-    tars = {f"{n}.tar": {f"k{n}.png": picture(n), f"k{n}.cls": b"0"} for n in range(2)}
-    tars["0.tar"] |= {"same.png": picture(8), "same.cls": b"0"}
-    tars["1.tar"] |= {"same.png": picture(9), "same.cls": b"0"}
+    tars = {}
+    for number in range(2):
+        # One key that the other tar lacks, and one that both have.
+        tars[f"{number}.tar"] = {
+            f"k{number}.png": picture(number),
+            f"k{number}.cls": b"0",
+            "same.png": picture(8 + number),
+            "same.cls": b"0",
+        }
     write_tars(tmp_path / "tars", tars)
     index(tmp_path / "tars", tmp_path / "index")
     split = read_split(tmp_path / "index", split="train")
@@ -413,47 +524,58 @@ def test_keys_of_two_splits_are_refused_where_copies_are_left_out(tmp_path):
     index(tmp_path / "tars", tmp_path / "index")
 
     # Training may have both; looking for copies may not: it names samples by their keys.
-    manifest = read_manifest(tmp_path / "index")
-    assert check_folder(tmp_path / "index", manifest=manifest, num_workers=1) == []
+    folder = tmp_path / "index"
+    manifest = read_manifest(folder)
+    assert check_folder(folder, manifest=manifest, num_workers=1) == []
     for split in ("train", "val"):
-        assert sample_keys(read_split(tmp_path / "index", split=split), [0]) == ["0"]
+        index_of_split = read_split(folder, split=split)
+        assert sample_keys(index_of_split, [0]) == ["0"]
     with refused("samples of several splits have the same keys"):
-        check_keys(tmp_path / "index", list_samples(tmp_path / "index"))
+        check_keys(folder, list_samples(folder))
 
 
 def test_a_list_refuses_an_index_whose_keys_repeat(indexed, tmp_path):
     """As earlier versions made them."""
-    (tmp_path / "old").mkdir()
+    old = tmp_path / "old"
+    old.mkdir()
+    index_path = old / "index.parquet"
     table = pq.read_table(indexed / "index.parquet")
-    short = pa.array([key.partition("/")[2] for key in table["key"].to_pylist()])
-    pq.write_table(table.set_column(0, "key", short), tmp_path / "old/index.parquet")
-    manifest = json.loads((indexed / "manifest.json").read_text())
+    keys = table["key"].to_pylist()
+    short = pa.array([key.partition("/")[2] for key in keys])
+    pq.write_table(table.set_column(0, "key", short), index_path)
 
     # All else of the folder fits, so that only the keys are wrong.
-    manifest["index_bytes"] = (tmp_path / "old/index.parquet").stat().st_size
+    manifest = json.loads((indexed / "manifest.json").read_text())
+    manifest["index_bytes"] = index_path.stat().st_size
     manifest["shards_root"] = str(indexed.parent / "tars")
-    (tmp_path / "old/manifest.json").write_text(json.dumps(manifest))
-    (tmp_path / "keys.txt").write_text("003\n")
+    (old / "manifest.json").write_text(json.dumps(manifest))
+
+    listing = tmp_path / "keys.txt"
+    listing.write_text("003\n")
+    split = read_split(old, split="train")
     with refused("share keys, such as '003'.*(.|\n)*index again"):
-        choose_by_key(
-            read_split(tmp_path / "old", split="train"), str(tmp_path / "keys.txt")
-        )
+        choose_by_key(split, str(listing))
 
 
 def test_parts_of_sorted_tars_are_drawn_from_all_of_them(indexed):
     for settings in ({"first_percent": 30.0}, {"dev_percent": 30.0}):
-        found = opened(indexed, **settings)
-        (part,) = found.parts
+        training_set = opened(indexed, **settings)
+        (part,) = training_set.parts
         assert set(part.label.tolist()) == set(range(6))
-        assert found.fingerprint == opened(indexed, **settings).fingerprint
+
+        # Drawn the same way at every start, and read tar after tar.
+        again = opened(indexed, **settings)
+        assert training_set.fingerprint == again.fingerprint
         assert np.all(np.diff(part.shard_of) >= 0)
-    assert set(found.dev.label.tolist()) == set(range(6))
-    kept, held = (
-        sample_keys(each, range(each.num_samples)) for each in (part, found.dev)
-    )
-    assert len(kept) == 84
-    assert len(held) == 36
-    assert len({*kept, *held}) == 120
+
+    # 30 % of 120 are held out, from every tar; the two parts are the whole.
+    held_out = training_set.dev
+    assert set(held_out.label.tolist()) == set(range(6))
+    keys = sample_keys(part, range(part.num_samples))
+    held_keys = sample_keys(held_out, range(held_out.num_samples))
+    assert len(keys) == 84
+    assert len(held_keys) == 36
+    assert len({*keys, *held_keys}) == 120
 
     # Half of what the cut leaves for training.
     both = opened(indexed, first_percent=50.0, dev_percent=50.0)
@@ -462,10 +584,12 @@ def test_parts_of_sorted_tars_are_drawn_from_all_of_them(indexed):
 
 
 def test_an_index_is_checked_as_a_whole_too(tmp_path):
-    train = {"0.png": picture(0), "0.cls": b"cat"}
-    tars = {"train-0.tar": train, "val-0.tar": {"0.png": picture(1), "0.cls": b"Cat"}}
+    tars = {}
+    for number, (split, name) in enumerate((("train", b"cat"), ("val", b"Cat"))):
+        tars[f"{split}-0.tar"] = {"0.png": picture(number), "0.cls": name}
     write_tars(tmp_path / "tars", tars)
     done = run_index(tmp_path / "tars", tmp_path / "index")
+
     assert done.returncode == 2
     assert "'Cat' has 1, such as 'val-0.tar/0.png'" in done.stderr
     assert not (tmp_path / "index").exists()
@@ -475,52 +599,69 @@ def test_an_index_is_checked_as_a_whole_too(tmp_path):
 
 
 def test_an_output_of_another_source_is_refused(tmp_path, monkeypatch):
-    for name, num in (("one", 2), ("two", 3)):
-        write_folder(tmp_path / name, {"a": num, "b": num})
-    (tmp_path / "link").symlink_to("one")
-    prepare_here(run_of(tmp_path / "one", tmp_path / "s"))
+    one = tmp_path / "one"
+    two = tmp_path / "two"
+    link = tmp_path / "link"
+    for root, num in ((one, 2), (two, 3)):
+        write_folder(root, {"a": num, "b": num})
+    link.symlink_to("one")
+    output = tmp_path / "s"
+    prepare_here(run_of(one, output))
+
+    # Other ways to write the same folder.
     monkeypatch.chdir(tmp_path)
-    for same in ("one", "./two/../one/", str(tmp_path / "one"), "link"):
-        assert find_existing(WorkFolder(run_of(Path(same), tmp_path / "s"))) is not None
+    for same in ("one", "./two/../one/", str(one), "link"):
+        work = WorkFolder(run_of(Path(same), output))
+        assert find_existing(work) is not None
+
+    # An output that is not finished.
+    unfinished = tmp_path / "t"
+    prepare_here(run_of(one, unfinished), until="finish")
+    with refused("begun with other settings: path"):
+        prepare_here(run_of(two, unfinished))
 
     # A link that leads elsewhere now is another source.
-    (tmp_path / "link").unlink()
-    (tmp_path / "link").symlink_to("two")
-    prepare_here(run_of(tmp_path / "one", tmp_path / "t"), until="finish")
-    with refused("begun with other settings: path"):
-        prepare_here(run_of(tmp_path / "two", tmp_path / "t"))
+    link.unlink()
+    link.symlink_to("two")
     for other in ("two", "link", "gone"):
+        work = WorkFolder(run_of(Path(other), output))
         with refused(f"made from {tmp_path}/one; source.path is {tmp_path}/"):
-            find_existing(WorkFolder(run_of(Path(other), tmp_path / "s")))
+            find_existing(work)
 
 
 # ---- folders without labels ----------------------------------------------------------------------
 
 
 def test_unlabelled_folders_are_listed_in_parts_with_the_same_result(tmp_path):
-    names = [f"{a}/{b}" for a in range(9) for b in range(9)]
+    names = [f"{outer}/{inner}" for outer in range(9) for inner in range(9)]
     root = write_folder(tmp_path / "in", dict.fromkeys([".", *names, "0/0/deep"], 1))
-    (root / ".hidden").mkdir()
-    (root / ".hidden/x.png").write_bytes(picture(1))
+    hidden = root / ".hidden/x.png"
+    hidden.parent.mkdir()
+    hidden.write_bytes(picture(1))
     (root / "3/link").symlink_to("../4")
     run = run_of(root, tmp_path / "s", labels={"values": "none"}, images=ANY_BAD)
+
     work = prepare_here(run, until="list inputs")
 
     # About one part a folder, each of them once.
     boxes = json.loads((work.path / "containers.json").read_text())
-    assert len(boxes) > 81
+    assert len(boxes) > 9 * 9
     assert len({json.dumps(box) for box in boxes}) == len(boxes)
+
+    # The walk of the standard library tells which files there are; it does not follow links.
     prepare_here(run)
     rows = ledger(tmp_path / "s")
-    expected = {
-        os.path.relpath(os.path.join(path, name), root)
-        for path, _, names in os.walk(root)
-        for name in names
-    }
-    assert rows.keys() == expected | {"3/link"}
+    expected = {"3/link"}
+    for folder, _, files in os.walk(root):
+        for name in files:
+            path = os.path.join(folder, name)
+            expected.add(os.path.relpath(path, root))
+    assert rows.keys() == expected
     assert rows["3/link"]["reason"] == "linked_folder"
     assert rows[".hidden/x.png"]["reason"] == "hidden"
+
+    # One image in each of the 81 folders, at the top, and in the deep one.
     with tarfile.open(tmp_path / "s/train-000000.tar") as tar:
         keys = {name.removesuffix(".png") for name in tar.getnames()}
     assert "train-0" in keys
-    assert len(keys) == 83
+    assert len(keys) == 81 + 2

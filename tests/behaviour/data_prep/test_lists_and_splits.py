@@ -32,8 +32,8 @@ def inputs(path: Path, *, kind: str = "image_folder", values: str = "name", **op
 # ---- folders that are splits ---------------------------------------------------------------------
 
 
-def classes_of(found: list[Input]) -> set[str | None]:
-    return {row.class_name for row in found}
+def classes_of(rows: list[Input]) -> set[str | None]:
+    return {row.class_name for row in rows}
 
 
 # Names of folders, and their splits.
@@ -47,6 +47,7 @@ train validation evaluation|test train val
 train holdout|test train
 train|train
 """
+# Keywords with something else beside or in them: each name may as well be a class.
 REFUSED = """
 names
 train val test2
@@ -75,18 +76,21 @@ image_ts label_ts
 def test_folders_named_by_keywords_are_splits(folders, splits, tmp_path):
     for name in folders.split():
         touch(tmp_path, f"{name}/cat/1.jpg", f"{name}/dog/1.jpg")
+    # What a tool leaves there has no part in it.
     touch(tmp_path, ".cache/x/3.jpg")
-    rows = inputs(tmp_path)
-    assert classes_of(rows) == {"cat", "dog"}
+    assert classes_of(inputs(tmp_path)) == {"cat", "dog"}
 
     # Splits are found in folders without labels, too.
-    for each in (rows, inputs(tmp_path, values="none")):
-        assert sorted({row.split for row in each}) == splits.split()
+    for values in ("name", "none"):
+        of_rows = {row.split for row in inputs(tmp_path, values=values)}
+        assert sorted(of_rows) == splits.split()
 
 
 @lines(REFUSED)
 def test_folders_that_may_be_splits_are_refused_with_both_readings(names, tmp_path):
     folders = names.split()
+
+    # These have images and no class folders, so as splits they would be empty.
     flat = {"preview", "annotations", *"abcde"} & {*folders}
     for name in folders:
         if name in flat:
@@ -104,9 +108,11 @@ def test_folders_that_may_be_splits_are_refused_with_both_readings(names, tmp_pa
     # The advice works, in both readings.
     assert classes_of(inputs(tmp_path, splits={"train": "."})) == {*folders}
     splits = {f"s_{name}": name for name in {*folders} - flat}
+
     assert classes_of(inputs(tmp_path, splits=splits)) == {"cat", "dog"}
 
 
+# A keyword alone among classes, and names that only contain the letters of one.
 @lines("""
 folders
 train bus aeroplane bicycle tiger
@@ -117,10 +123,12 @@ train test_tube cat dog hen owl
 strain valley device contest a b c d e
 """)
 def test_classes_may_be_called_like_splits(folders, tmp_path):
-    touch(tmp_path, *(f"{name}/1.jpg" for name in folders.split()))
-    assert classes_of(inputs(tmp_path)) == {*folders.split()}
+    names = folders.split()
+    touch(tmp_path, *(f"{name}/1.jpg" for name in names))
+    assert classes_of(inputs(tmp_path)) == {*names}
 
 
+# Files as the Hugging Face hub numbers them, and a keyword in the middle.
 SPLIT_OF = {
     "train-00000-of-00002": "train",
     "train-00001-of-00002": "train",
@@ -135,8 +143,11 @@ def test_files_named_by_keywords_are_splits(kind, folder, tmp_path):
     for name in SPLIT_OF:
         pq.write_table(table, tmp_path / f"{name}.parquet")
         write_tars(tmp_path / "tars", {f"{name}.tar": {"0.jpg": b"x", "0.cls": b"a"}})
-    found = inputs(tmp_path / folder, kind=kind)
-    splits = {Path(row.path).parts[0].partition(".")[0]: row.split for row in found}
+    rows = inputs(tmp_path / folder, kind=kind)
+    splits = {}
+    for row in rows:
+        file = Path(row.path).parts[0]
+        splits[file.partition(".")[0]] = row.split
     assert splits == SPLIT_OF
 
 
@@ -170,29 +181,31 @@ def test_files_are_splits_one_split_or_refused(names, splits, place, tmp_path):
     work = WorkFolder(run_of(tars, tmp_path / "out"))
     work.path.mkdir()
 
-    def found(**settings):
+    def splits_of_files(**settings):
         path = tars if place == "folder" else "s3://bucket/tars"
         source = SourceSettings(kind="webdataset", path=str(path), **settings)
         work.run = work.run.model_copy(update={"source": source})
 
         # Only the listing of the bucket is made up.
-        with mock.patch(
-            "data_prep.steps.tars.names_below", lambda root: os.listdir(tars)
-        ):
+        names_below = mock.Mock(return_value=os.listdir(tars))
+        with mock.patch("data_prep.steps.tars.names_below", names_below):
             list_tars(work, CONTAINERS)
         listed = {box.path: box.split for box in read_containers(work)}
         return " ".join(listed[f"{name}.tar"] for name in names.split())
 
     if splits:
-        assert found() == splits
+        assert splits_of_files() == splits
         return
     with refused("named like splits.*\n.*if they are splits") as caught:
-        found()
+        splits_of_files()
+
+    # The advice works: all files are of one split.
     assert """source.splits={train: "*"}""" in caught.value.text()
-    assert set(found(splits={"train": "*"}).split()) == {"train"}
+    assert set(splits_of_files(splits={"train": "*"}).split()) == {"train"}
 
 
 def test_spellings_of_splits_in_a_table_are_one_split(tmp_path):
+    # Every spelling of the three splits; other names stay splits of their own.
     spelled = (
         "Train TRAIN training train Valid validation Testing extra dev EVAL holdout"
     )
@@ -202,8 +215,8 @@ def test_spellings_of_splits_in_a_table_are_one_split(tmp_path):
         touch(tmp_path, f"{number}.jpg")
         table.append(f"{number}.jpg,a,{name}")
     (tmp_path / "t.csv").write_text("\n".join(table))
-    found = [row.split for row in inputs(tmp_path / "t.csv", kind="path_table")]
-    assert found == splits.split()
+    rows = inputs(tmp_path / "t.csv", kind="path_table")
+    assert [row.split for row in rows] == splits.split()
 
 
 # ---- lists of the classes of loose images --------------------------------------------------------
@@ -212,11 +225,13 @@ CLASSES = ["great gray owl", "hen", 'x "y", z']
 
 
 def written(rows: list[list[str]], **how) -> str:
+    """Write rows with the standard library's csv, quoted where they need it."""
     file = io.StringIO()
     csv.writer(file, lineterminator="\n", **how).writerows(rows)
     return file.getvalue()
 
 
+# Names with blanks, a comma and brackets, which separate columns in some lists.
 LOOSE = ["v_0.jpg", "v_1.jpg", "img 2.jpg", "img,3.jpg", "v(4).jpg"]
 CLASS_OF = {name: CLASSES[number % 3] for number, name in enumerate(LOOSE)}
 PAIRS = [[name, label] for name, label in CLASS_OF.items()]
@@ -230,10 +245,11 @@ FORMS = {
     "colon": written(PAIRS, delimiter=":"),
     "all quoted": written(PAIRS, quoting=csv.QUOTE_ALL),
     "header": "file,class\n" + written(PAIRS),
-    "more columns": written([[*row, "0.9"] for row in PAIRS]),
+    "more columns": written([[*pair, "0.9"] for pair in PAIRS]),
     "a title": "image,x,label\n" + written(TITLED),
     "in folders": written([[f"some/val/{name}", label] for name, label in PAIRS]),
     "stems": written([[name.removesuffix(".jpg"), label] for name, label in PAIRS]),
+    # Lists of larger sets, of other systems, and with repetitions.
     "twice": written(PAIRS) * 2,
     "lines of Windows": "\ufeff" + written(PAIRS).replace("\n", "\r\n"),
     "images that are not there": written(PAIRS) + "gone.jpg,hen\n",
@@ -242,13 +258,15 @@ FORMS = {
 
 def listed_classes(tmp_path: Path, text: str) -> dict[str, str]:
     """The class of each image of val, by a list of this text."""
-    (tmp_path / "list").write_bytes(text.encode())
-    rows = inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
+    listing = tmp_path / "list"
+    listing.write_bytes(text.encode())
+    rows = inputs(tmp_path / "in", val_labels=str(listing))
     return {Path(row.path).name: row.class_name for row in rows if row.split == "val"}
 
 
 @every(form=FORMS)
 def test_a_list_gives_each_image_its_class(form, tmp_path):
+    # The class of each image of train; `val` has the loose ones.
     touch(tmp_path / "in", *(f"train/{number}/1.jpg" for number in range(3)))
     touch(tmp_path / "in/val", *LOOSE)
     assert listed_classes(tmp_path, FORMS[form]) == CLASS_OF
@@ -256,10 +274,13 @@ def test_a_list_gives_each_image_its_class(form, tmp_path):
 
 def test_a_full_name_goes_before_a_stem(tmp_path):
     touch(tmp_path / "in", "train/hen/1.jpg", "val/a.jpg", "val/a.jpg.png")
-    found = listed_classes(tmp_path, "a.jpg.png,owl\na.jpg,hen\n")
-    assert found == {"a.jpg": "hen", "a.jpg.png": "owl"}
+
+    # "a.jpg" is also the stem of the other image.
+    classes = listed_classes(tmp_path, "a.jpg.png,owl\na.jpg,hen\n")
+    assert classes == {"a.jpg": "hen", "a.jpg.png": "owl"}
 
 
+# In any place, with a title or without; the title itself does not count.
 @rows(r"""
 - [text, num]
 - ["v_0.jpg,cat\ngone.jpg,hen\nv_9.jpg,hen", 2]
@@ -276,10 +297,13 @@ def test_lines_that_name_no_image_are_counted(text, num, tmp_path, capsys):
         assert printed == ""
         return
     assert f"{num} lines of source.val_labels name no image of" in printed
+
     assert "'v_9" in printed
+    # One line about all of them.
     assert printed.count("\n") == 1
 
 
+# Two classes for an image; cells that do not fit; and a class that no column is certain to hold.
 @rows(r"""
 - [text, message]
 - ["a.jpg,cat\nb.jpg,dog\na.jpg,dog\n", "list:3: 'a.jpg' has another class than in line 1"]
@@ -291,14 +315,14 @@ def test_lines_that_name_no_image_are_counted(text, num, tmp_path, capsys):
 - ["class\ncat\ndog\n", with 3 lines names no image]
 """)
 def test_a_list_that_fits_no_form_is_refused(text, message, tmp_path):
-    touch(
-        tmp_path / "in", *"train/cat/1.jpg train/dog/1.jpg val/a.jpg val/b.jpg".split()
-    )
+    names = "train/cat/1.jpg train/dog/1.jpg val/a.jpg val/b.jpg"
+    touch(tmp_path / "in", *names.split())
     with refused(message):
         listed_classes(tmp_path, text)
 
 
 @every(text=["a.jpg,cat\nb.jpg,dog\n", "cat\ndog\n"])
+# Both splits have an a.jpg and a b.jpg, and the line does not say which it means.
 def test_a_line_is_for_one_image(text, tmp_path):
     names = [f"{split}/{name}.jpg" for split in ("test", "val") for name in "ab"]
     touch(tmp_path / "in", "train/cat/1.jpg", "train/dog/1.jpg", *names)
@@ -307,13 +331,14 @@ def test_a_line_is_for_one_image(text, tmp_path):
 
     # The folders tell them apart.
     expected = dict(zip(names, "cat dog dog cat".split(), strict=True))
-    text = written([["x/" + name, expected[name]] for name in names])
-    (tmp_path / "list").write_text(text)
-    rows = inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
-    found = {row.path: row.class_name for row in rows if row.split != "train"}
-    assert found == expected
+    listing = tmp_path / "list"
+    listing.write_text(written([["x/" + name, expected[name]] for name in names]))
+    rows = inputs(tmp_path / "in", val_labels=str(listing))
+    classes = {row.path: row.class_name for row in rows if row.split != "train"}
+    assert classes == expected
 
 
+# By text and by number the order must be the same; capitals are sorted differently by programs.
 @rows("""
 - [names, is_certain]
 - [v_0.jpg v_1.jpg v_2.jpg, true]
@@ -325,8 +350,10 @@ def test_a_line_is_for_one_image(text, tmp_path):
 def test_classes_alone_need_names_with_one_order(names, is_certain, tmp_path):
     files = names.split()
     touch(tmp_path / "in", "train/a b/1.jpg", *(f"val/{name}" for name in files))
+
+    # Commas inside the names of classes do not make columns.
     labels = [f"class, {number}" for number in range(len(files))]
-    text = "\n".join(labels) + "\n"
+    text = "\n".join([*labels, ""])
     if is_certain:
         expected = dict(zip(sorted(files), labels, strict=True))
         assert listed_classes(tmp_path, text) == expected
@@ -341,16 +368,22 @@ def test_classes_alone_need_names_with_one_order(names, is_certain, tmp_path):
 @every(mark=["", "\ufeff"], ends=["\n", "\r\n", "\r"])
 def test_marks_and_ends_of_lines_are_no_part_of_names(ends, mark, tmp_path):
     def file(name, *lines):
-        (tmp_path / name).write_bytes((mark + ends.join([*lines, ""])).encode())
-        return str(tmp_path / name)
+        text = mark + ends.join([*lines, ""])
+        path = tmp_path / name
+        path.write_bytes(text.encode())
+        return str(path)
 
+    # \x85 ends a line for Python, and nowhere else.
     names = ("great owl", "hen\x85", "ant")
     assert load_space(file("space.txt", *names)) == names
     mapped = read_map(file("map.csv", "cat,animal", '"a, b",c'))
     assert mapped == {"cat": "animal", "a, b": "c"}
     assert read_text(file("keys.txt", "a", "b"), where="x") == "a\nb\n"
+
+    # Lines are numbered as in the file, empty ones included.
     cells = read_cells(file("x", "a;b", "", "c;d"), ";", where="x")
     assert cells == [(1, ["a", "b"]), (3, ["c", "d"])]
+
     touch(tmp_path, "0.jpg", "1.jpg")
     table = file("t.csv", "image,label", "0.jpg,cat", "1.jpg,dog")
     rows = inputs(Path(table), kind="path_table")
@@ -360,6 +393,8 @@ def test_marks_and_ends_of_lines_are_no_part_of_names(ends, mark, tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        # Latin-1, a byte of no encoding, UTF-16 with and without its mark, NUL, half a
+        # surrogate pair.
         ("caf\xe9\nb\n".encode("latin1"), r"is not UTF-8 \(byte 3\), in line 1"),
         (b"a\nb\xff\n", r"is not UTF-8 \(byte 3\), in line 2"),
         ("a\nb\n".encode("utf-16"), "is UTF-16, not UTF-8"),
@@ -369,15 +404,17 @@ def test_marks_and_ends_of_lines_are_no_part_of_names(ends, mark, tmp_path):
     ],
 )
 def test_other_bytes_are_refused_with_their_line(data, message, tmp_path):
-    (tmp_path / "file.csv").write_bytes(data)
+    file = tmp_path / "file.csv"
+    file.write_bytes(data)
     only_keys = partial(read_text, where="data.only_keys")
     for read in (load_space, read_map, only_keys):
         with refused(message) as caught:
-            read(str(tmp_path / "file.csv"))
+            read(str(file))
         assert "file.csv" in caught.value.what
         assert "save it as UTF-8" in (caught.value.next_step or "")
 
 
+# In a cell, in the name of a split, in a title; then other delimiters and missing columns.
 @rows(r"""
 - [encoding, text, message]
 - - latin1
@@ -400,27 +437,27 @@ def test_tables_in_other_encodings_are_refused(encoding, text, message, tmp_path
 
 def test_what_needs_no_text_may_be_any_bytes(tmp_path):
     name = b"caf\xe9.jpg"
-    touch(tmp_path, "0.jpg", "1.jpg", name.decode("utf-8", "surrogateescape"))
-    (tmp_path / "t.csv").write_bytes(
-        b"image,label,note\n" + name + b',a,"\xe9\n"\n0.jpg,b,\xff\n'
-    )
-    found = inputs(tmp_path / "t.csv", kind="path_table")
-    assert [row.reason for row in found] == [None] * 2
+    touch(tmp_path, "0.jpg", "1.jpg", os.fsdecode(name))
+    table = tmp_path / "t.csv"
+
+    # In the name of a file, and in a column that is not read.
+    table.write_bytes(b"image,label,note\n" + name + b',a,"\xe9\n"\n0.jpg,b,\xff\n')
+    rows = inputs(table, kind="path_table")
+    assert [row.reason for row in rows] == [None] * 2
 
     # Excel separates by semicolons where a comma is the decimal point.
-    (tmp_path / "s.csv").write_text(
-        "image;label;share\n0.jpg;great, white;0,5\n1.jpg;b;1\n"
-    )
-    found = [row.class_name for row in inputs(tmp_path / "s.csv", kind="path_table")]
-    assert found == ["great, white", "b"]
+    table.write_text("image;label;share\n0.jpg;great, white;0,5\n1.jpg;b;1\n")
+    rows = inputs(table, kind="path_table")
+    assert [row.class_name for row in rows] == ["great, white", "b"]
 
 
 def test_names_of_classes_that_cannot_be_stored_are_no_names(tmp_path):
     """A lone surrogate in the metadata of a Parquet file."""
     facts = '{"info": {"features": {"label": {"_type": "ClassLabel", "names": ["a\\ud800", "b"]}}}}'
     table = pa.table({"image": [b"x"], "label": [0]})
-    pq.write_table(
-        table.replace_schema_metadata({"huggingface": facts}), tmp_path / "a.parquet"
-    )
+    table = table.replace_schema_metadata({"huggingface": facts})
+    pq.write_table(table, tmp_path / "a.parquet")
+
+    # The number of the class is left.
     (row,) = inputs(tmp_path, kind="parquet")
     assert row.class_name == "0"

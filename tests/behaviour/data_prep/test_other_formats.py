@@ -22,6 +22,7 @@ from tests.support.corpora.image_samples import (
     rotated,
     smooth,
 )
+from tests.support.tables import every
 from vitscale.images import plain
 from vitscale.runs.data_prep import ImageSettings
 
@@ -29,6 +30,7 @@ SETTINGS = ImageSettings()
 
 
 def tiff(samples, **options):
+    """Encode by tifffile, which shares no code with Pillow."""
     file = io.BytesIO()
     tifffile.imwrite(file, samples, **options)
     return file.getvalue()
@@ -36,6 +38,7 @@ def tiff(samples, **options):
 
 def bare_tiff(data, *tags):
     """A TIFF of 16 x 16 px of 8-bit grey. tags: others or more: number, kind, count, value."""
+    # Width, height, bits, no compression, 0 is white or black, and where the one strip lies.
     usual = "256 16, 257 16, 258 8, 259 1, 262 1, 273 512, 277 1, 278 16, 279 256"
     values = {}
     for pair in usual.split(","):
@@ -43,6 +46,8 @@ def bare_tiff(data, *tags):
         values[number] = (3, 1, value)
     values |= {number: rest for number, *rest in tags}
     rows = [struct.pack("<HHLL", number, *values[number]) for number in sorted(values)]
+
+    # Little-endian, the first directory at byte 8, its tags in order, and the pixels at 512.
     start = b"II*\0" + struct.pack("<LH", 8, len(rows)) + b"".join(rows)
     return start.ljust(512, b"\0") + data
 
@@ -62,17 +67,23 @@ def upright(image, turn):
         image = image.swapaxes(0, 1)
     if turn in (2, 3, 6, 7):
         image = image[:, ::-1]
-    return image[::-1] if turn in (3, 4, 7, 8) else image
+    if turn in (3, 4, 7, 8):
+        image = image[::-1]
+    return image
 
 
+# Smooth for lossy formats, noise for exact ones.
 SOFT = smooth()
 RGB = pixels(3)
 GREY = pixels(1, dtype=np.uint16).squeeze()
+# 65,535 is 257 times 255; halves go up.
 LEVELS = np.floor(GREY / 257 + 0.5)
 PALETTE = Image.fromarray(RGB).quantize(16)
 COLOURS = np.asarray(PALETTE.convert("RGB"))
 BUT_THE_THIRD = np.where(np.asarray(PALETTE)[..., None] == 3, 255, COLOURS)
+# A second frame, which must leave no trace.
 FRAMES = {"save_all": True, "append_images": [Image.new("RGB", PALETTE.size)]}
+# As in test_images: black covers what the inks leave, and what is not opaque is white.
 INK = np.asarray(pixels_as_cmyk()).astype(float)
 UNDER_INK = np.floor((255 - INK[..., :3]) * (255 - INK[..., 3:]) / 255 + 0.5)
 RGBA = pixels(4)
@@ -82,6 +93,7 @@ OVER_WHITE = np.floor(RGBA[..., :3] * OPACITY + 255 * (1 - OPACITY) + 0.5)
 TWELVE = np.arange(256) * 16 + np.arange(256) % 16
 PAIRS = TWELVE.reshape(-1, 2) @ [1 << 12, 1]
 PACKED = b"".join(int(pair).to_bytes(3, "big") for pair in PAIRS)
+
 # A file, its pixels, and the changes besides `converted`.
 IMAGES = """
 tiff(RGB, photometric="rgb") | RGB |
@@ -113,6 +125,7 @@ heic(1) | SOFT |
 heic(6) | upright(SOFT, 6) |
 heic(8) | upright(SOFT, 8) |
 """.strip().splitlines()
+
 # More numbers than memory, in a tag and in EXIF; a tile of a gigabyte; samples without a white.
 ZEROS = bytes(1 << 24)
 TAG_OF_EXIF = struct.pack("<HHHLLL", 1, 40000, 3, 1 << 23, 530, 0)
@@ -127,58 +140,81 @@ tiff(RGB)[:20]
 """.strip().splitlines()
 
 
-@pytest.mark.parametrize("line", IMAGES)
+@every(line=IMAGES)
 def test_pixels_are_those_written(line):
     file, written, changes = (cell.strip() for cell in line.split(" |"))
-    data, expected = eval(file), eval(written)
+    data = eval(file)
+    expected = eval(written)
     if expected.ndim == 2:
         expected = np.dstack(3 * [expected])
-    is_lossy = "SOFT" in written
     kept = check_image(data, settings=SETTINGS)
     assert kept.changes == f"converted,{changes}".strip(",")
-    assert kept.extension == ("jpg" if is_lossy else "png")
     assert (kept.height, kept.width) == expected.shape[:2]
-    for found in (decoded(kept.content, "RGB"), converted_pixels(data).numpy()):
+
+    # A lossy file stays lossy, with the loss of two encodings; the others are exact.
+    is_lossy = "SOFT" in written
+    tolerance = 8 if is_lossy else 0.5
+    assert kept.extension == ("jpg" if is_lossy else "png")
+
+    # `predict` reads the file itself, training what was stored.
+    prepared = decoded(kept.content, "RGB")
+    predicted = converted_pixels(data).numpy()
+    for found in (prepared, predicted):
         assert found.shape == expected.shape
-        assert np.abs(found - expected.astype(float)).max() <= (8 if is_lossy else 0.5)
+        assert np.abs(found - expected.astype(float)).max() <= tolerance
+
     # Decoders of shards do not read it.
-    assert check_image(data, settings=SETTINGS, convert=False).reason == "other_format"
+    unconverted = check_image(data, settings=SETTINGS, convert=False)
+    assert unconverted.reason == "other_format"
     smaller = check_image(data, settings=ImageSettings(short_side=8))
-    assert (min(smaller.width, smaller.height), smaller.extension) == (8, "jpg")
+    assert min(smaller.width, smaller.height) == 8
+    assert smaller.extension == "jpg"
 
 
-@pytest.mark.parametrize("line", IMAGES[3::4])
+@every(line=IMAGES[3::4])
 def test_a_cut_file_is_rejected_unless_its_picture_is_whole(line):
-    data = eval(line.partition(" |")[0])
+    file, _, _ = line.partition(" |")
+    data = eval(file)
     whole = check_image(data, settings=SETTINGS).content
+
+    # Every seventh byte, and each of the last, where only padding may be missing.
     for end in {*range(0, len(data), 7), *range(len(data) - 20, len(data))}:
-        assert check_image(data[:end], settings=SETTINGS).content in (whole, b""), end
+        kept = check_image(data[:end], settings=SETTINGS).content
+        assert kept in (whole, b""), end
 
 
 def test_damage_is_a_reason_and_no_traceback():
+    # A traceback ends the test; which reason it is depends on the bytes.
+    limits = ImageSettings(max_pixels=10**6)
     chance = np.random.default_rng(0)
     for line in IMAGES:
-        data = np.frombuffer(eval(line.partition(" |")[0]), np.uint8)
+        file, _, _ = line.partition(" |")
+        data = np.frombuffer(eval(file), np.uint8)
         for _ in range(10):
             damaged = data.copy()
-            damaged[chance.integers(0, len(data), 3)] = chance.integers(0, 256, 3)
-            check_image(damaged.tobytes(), settings=ImageSettings(max_pixels=10**6))
+            places = chance.integers(0, len(data), 3)
+            damaged[places] = chance.integers(0, 256, 3)
+            check_image(damaged.tobytes(), settings=limits)
 
 
-@pytest.mark.parametrize("file", REFUSED)
+@every(file=REFUSED)
 def test_bombs_and_unknown_samples_cost_no_memory(file):
     data = eval(file)
     tracemalloc.start()
     assert check_image(data, settings=SETTINGS).reason == "bad_header"
     with pytest.raises((OSError, ValueError)):
         converted_pixels(data)
-    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    _, peak = tracemalloc.get_traced_memory()
+    assert peak < 32 << 20
     tracemalloc.stop()
 
 
 def test_a_missing_decoder_says_what_to_install(monkeypatch):
     data = heic(1)
+    # None in sys.modules makes the import fail, as if the package were not there.
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
+
+    # The first use is remembered, and by now there was one.
     plain._add_heif.cache_clear()
     assert check_image(data, settings=SETTINGS).reason == "no_decoder"
     with pytest.raises(ValueError, match="pip install pillow-heif"):

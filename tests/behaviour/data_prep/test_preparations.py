@@ -42,21 +42,26 @@ from vitscale.config.errors import StorageError
 from vitscale.data.index import read_manifest
 
 NUM_PICTURES = 8
+
+# What often passes: a stale handle, no free descriptors, a lost mount. And what does not.
 OUTAGES = [errno.ESTALE, errno.EMFILE, errno.EREMOTEIO]
 FAULTS = [errno.EIO, errno.EACCES]
 
 
 def test_files_that_will_be_refused_need_no_space(tmp_path):
+    images = tmp_path / "images"
+    output = tmp_path / "shards"
     for number in range(NUM_PICTURES):
-        write(tmp_path / "images" / f"cat/{number}.png", seed=number)
-    with open(tmp_path / "images/cat/hole.png", "wb") as file:
+        write(images / f"cat/{number}.png", seed=number)
+    with open(images / "cat/hole.png", "wb") as file:
         file.truncate(1 << 42)  # sparse: 4 TiB that take no disk
-    images = {"max_bad_fraction": 1}
-    prepare_here(run_of(tmp_path / "images", tmp_path / "shards", images=images))
-    rows = ledger(tmp_path / "shards")
+
+    # Space is asked for before a byte is written, and no disk has 4 TiB to spare.
+    prepare_here(run_of(images, output, images={"max_bad_fraction": 1}))
+    rows = ledger(output)
     assert rows["cat/hole.png"]["reason"] == "too_large"
     assert len(rows) == NUM_PICTURES + 1
-    shards = read_manifest(tmp_path / "shards").splits["train"].shards
+    shards = read_manifest(output).splits["train"].shards
     assert [shard.samples for shard in shards] == [NUM_PICTURES]
 
 
@@ -66,53 +71,70 @@ def write(path: Path, *, seed: int) -> None:
 
 
 def test_ignored_classes_leave_no_label(tmp_path):
+    images = tmp_path / "images"
+    output = tmp_path / "s"
+    at_top = set()
     for number in range(20):
-        folder = "images" if number % 4 else "images/sub"
-        write(tmp_path / folder / f"{number}.png", seed=number)
-    sections = yaml.safe_load(
-        "{source: {holdout_fraction: 0.2}, labels: {values: none}}"
+        if number % 4:
+            at_top.add(str(number))
+            write(images / f"{number}.png", seed=number)
+        else:
+            write(images / f"sub/{number}.png", seed=number)
+    run = run_of(
+        images,
+        output,
+        source={"holdout_fraction": 0.2},
+        labels={"values": "none"},
     )
-    prepare_here(run_of(tmp_path / "images", tmp_path / "s", **sections))
-    manifest = read_manifest(tmp_path / "s")
+    prepare_here(run)
+    manifest = read_manifest(output)
     assert manifest.classes == ()
-    rows = pq.read_table(tmp_path / "s/index.parquet").to_pylist()
-    found = Counter((row["split"], row["label"]) for row in rows)
-    assert found == {("train", -1): 16, ("test", -1): 4}
+    rows = pq.read_table(output / "index.parquet").to_pylist()
+    counts = Counter((row["split"], row["label"]) for row in rows)
+    assert counts == {("train", -1): 16, ("test", -1): 4}
+
+    # Keys begin with the split; no class follows, and a sub-folder is part of the name.
     keys = {row["key"].partition("-")[2] for row in rows}
-    top = {str(number) for number in range(20) if number % 4}
-    assert {key for key in keys if "sub" not in key} == top
-    with tarfile.open(tmp_path / "s/train-000000.tar") as tar:
+    assert {key for key in keys if "sub" not in key} == at_top
+    with tarfile.open(output / "train-000000.tar") as tar:
         assert {Path(name).suffix for name in tar.getnames()} == {".png"}
 
     # Neither has the ledger a class, and the output is sound.
-    assert {row["class"] for row in ledger(tmp_path / "s").values()} == {None}
-    assert check_folder(tmp_path / "s", manifest=manifest, num_workers=1) == []
+    assert {row["class"] for row in ledger(output).values()} == {None}
+    assert check_folder(output, manifest=manifest, num_workers=1) == []
 
 
 def test_nothing_is_held_out_of_a_table_with_splits(tmp_path):
     table = ["image,label,split"]
-    for number, split in enumerate(["train"] * 8 + ["val"] * 2):
+    splits = ["train"] * 8 + ["val"] * 2
+    for number, split in enumerate(splits):
         write(tmp_path / f"{number}.png", seed=number)
         table.append(f"{number}.png,{number % 2},{split}")
-    (tmp_path / "table.csv").write_text("\n".join(table))
+    path = tmp_path / "table.csv"
+    path.write_text("\n".join(table))
     source = {"kind": "path_table", "holdout_fraction": 0.5}
-    run = run_of(tmp_path / "table.csv", tmp_path / "s", source=source)
+    run = run_of(path, tmp_path / "s", source=source)
 
     # Of about 27,000 bytes that both splits need together.
     full = mock.patch("shutil.disk_usage", return_value=mock.Mock(free=22_000))
     with full, pytest.raises(StorageError, match="are free"):
         prepare_here(run)
+
+    # The same command after space was made.
     prepare_here(run)
-    splits = read_manifest(tmp_path / "s").splits
-    nums = {name: split.num_samples for name, split in splits.items()}
+    made = read_manifest(tmp_path / "s").splits
+    nums = {name: split.num_samples for name, split in made.items()}
     assert nums == {"train": 8, "val": 2}
 
 
 def test_a_mount_point_is_refused_before_any_work(tmp_path):
-    (tmp_path / "shards").symlink_to("/proc")
-    for output in (tmp_path / "shards", Path("/proc")):
+    # The last step renames the work folder to this name, which a mount point would refuse.
+    link = tmp_path / "shards"
+    link.symlink_to("/proc")
+    for output in (link, Path("/proc")):
+        work = WorkFolder(run_of(tmp_path, output))
         with refused(r"mount point(.|\n)*next: .*/proc/shards"):
-            find_existing(WorkFolder(run_of(tmp_path, output)))
+            find_existing(work)
 
 
 # After which step a file of the work folder is lost, or cut.
@@ -126,7 +148,8 @@ def test_lost_work_stops_and_keeps_the_rest(until, damaged, is_cut, message, tmp
     """No output gets its name without all its tars."""
     table = pa.table({"image": [encoded("JPEG", seed=1)], "label": ["a"]})
     pq.write_table(table, tmp_path / "rows.parquet")
-    run = run_of(tmp_path, tmp_path / "shards", source={"kind": "parquet"})
+    output = tmp_path / "shards"
+    run = run_of(tmp_path, output, source={"kind": "parquet"})
     work = prepare_here(run, until=until)
     (path,) = work.path.glob(damaged)
     if is_cut:
@@ -135,10 +158,11 @@ def test_lost_work_stops_and_keeps_the_rest(until, damaged, is_cut, message, tmp
         path.unlink()
     with pytest.raises(StorageError, match=message):
         prepare_here(run)
-    assert not (tmp_path / "shards").exists()
+    assert not output.exists()
     assert work.path.exists()
 
 
+# All files that are settings in themselves.
 @rows(r"""
 - [section, key, text]
 - [labels, map, "cat,animal\n"]
@@ -149,15 +173,20 @@ def test_lost_work_stops_and_keeps_the_rest(until, damaged, is_cut, message, tmp
 def test_a_changed_file_changes_the_settings(section, key, text, tmp_path):
     listed = tmp_path / "list.csv"
     run = run_of(tmp_path, tmp_path / "out", **{section: {key: str(listed)}})
+
+    # Without the file nobody can tell whether the work so far fits.
     with refused(f"{section}.{key}"):
         content_config(run)
 
     # The same bytes are the same settings, other bytes are others.
     listed.write_text(text)
     before = content_config(run)
-    assert changed_settings(before, content_config(run), purpose="output") == {}
+    same = content_config(run)
+    assert changed_settings(before, same, purpose="output") == {}
+
     listed.write_text(text.replace("a", "b"))
-    changed = changed_settings(before, content_config(run), purpose="output")
+    after = content_config(run)
+    changed = changed_settings(before, after, purpose="output")
     assert list(changed) == [f"{section}.{key}_blake3"]
 
 
@@ -171,15 +200,17 @@ def test_too_many_bad_inputs_are_refused_before_an_image_is_read(num_links, tmp_
     for number in range(20):
         path = folder / f"{number}.jpg"
         if number < num_links:
+            # If one of the rotten ones were opened, it would count as bad, too.
             path.symlink_to("nowhere")
         else:
             path.write_bytes(b"rotten")
     images = {"max_bad_fraction": 0.2}
-    run = run_of(tmp_path / "images", tmp_path / "out", images=images)
+    run = run_of(folder.parent, tmp_path / "out", images=images)
 
     # A fifth is what the settings allow.
     if num_links == 4:
-        assert tars.shard_units(prepare_here(run, until="write shards"))
+        work = prepare_here(run, until="write shards")
+        assert tars.shard_units(work)
         return
     with refused("5 of 20 images are bad.*\n.*5 link_broken"):
         prepare_here(run, until="write shards")
@@ -194,7 +225,11 @@ def test_when_every_input_is_rejected_the_error_says_why(name, kind, message, tm
     file = tmp_path / "source" / name
     file.parent.mkdir(parents=True)
     file.write_bytes(b"PAR1 cut")
-    path = file if kind == "path_table" else tmp_path / "source"
+
+    # A table is named itself, a folder of images by its root.
+    path = tmp_path / "source"
+    if kind == "path_table":
+        path = file
     run = run_of(path, tmp_path / "shards", source={"kind": kind})
     with refused(rf"all \d inputs are rejected\n  {message}\n  next:"):
         prepare_here(run)
@@ -204,40 +239,50 @@ def test_a_split_without_a_sound_file_is_refused(tmp_path):
     table = pa.table({"image": [encoded("PNG", seed=1)], "label": ["a"]})
     pq.write_table(table, tmp_path / "train.parquet")
     (tmp_path / "val.parquet").write_bytes(b"PAR1 cut")
+    # However many bad images are allowed: evaluation needs one.
     sections = yaml.safe_load("""
     source: {kind: parquet, splits: {train: train.parquet, val: val.parquet}}
     images: {max_bad_fraction: 1}
     """)
+    run = run_of(tmp_path, tmp_path / "shards", **sections)
     with refused("'val' has no usable image\n.*1 damaged_table") as error:
-        prepare_here(run_of(tmp_path, tmp_path / "shards", **sections))
+        prepare_here(run)
     assert "source.splits.val" in error.value.text()
 
 
 def test_only_bad_images_count_against_the_limit():
     """Among files named like images; nor do those that the settings leave out."""
     reasons = ["bad_pixels"] * 2 + [None] * 8 + ["other_name", "hidden"] * 500
+    paths = list(map(str, range(len(reasons))))
+    table = pa.table({"path": paths, "reason": reasons})
     sums = Outcomes()
-    left = Outcomes()
-    table = pa.table({"path": list(map(str, range(len(reasons)))), "reason": reasons})
     sums.add(table)
+
+    # Two of ten: the limit itself is allowed.
     sums.check(max_bad_fraction=0.2, num_images=10)
     with refused("2 of 10 images are bad, more than the fraction 0.19"):
         sums.check(max_bad_fraction=0.19, num_images=10)
+
+    left_out = Outcomes()
     chosen = {"path": ["a", "b", "c"], "reason": ["small_class", "left_out", None]}
-    left.add(pa.table(chosen))
-    left.check(max_bad_fraction=0.0, num_images=left.num_images)
+    left_out.add(pa.table(chosen))
+    left_out.check(max_bad_fraction=0.0, num_images=left_out.num_images)
+
+    # Examples are the first three, however many tables there are.
     sums.add(table)
     assert sums.examples["bad_pixels"] == ["0", "1", "0"]
 
 
 def test_a_shard_is_written_without_holding_its_images(tmp_path):
+    # A comment of JPEG has at most 65,533 bytes; sixteen of them make an image of 1 MiB.
     comment = b"\xff\xfe\xff\xff" + bytes(65_533)
     image = encoded("JPEG", seed=0)
     large = image[:2] + 16 * comment + image[2:]
-    (tmp_path / "images/cat").mkdir(parents=True)
+    folder = tmp_path / "images/cat"
+    folder.mkdir(parents=True)
     for number in range(16):
-        (tmp_path / f"images/cat/{number}.jpg").write_bytes(large)
-    run = run_of(tmp_path / "images", tmp_path / "shards")
+        (folder / f"{number}.jpg").write_bytes(large)
+    run = run_of(folder.parent, tmp_path / "shards")
     work = prepare_here(run, until="write shards")
     (unit,) = tars.shard_units(work)
 
@@ -247,29 +292,42 @@ def test_a_shard_is_written_without_holding_its_images(tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 8 << 20
-    assert (work.path / unit).with_suffix(".tar").stat().st_size > 16 << 20
+    tar = (work.path / unit).with_suffix(".tar")
+    assert tar.stat().st_size > 16 << 20
 
 
 @pytest.mark.parametrize("code", [*OUTAGES, *FAULTS], ids=errno.errorcode.get)
 def test_outages_while_reading_reject_no_file(code, tmp_path, monkeypatch):
-    run = run_of(corpus(tmp_path / "images", num=1), tmp_path / "shards")
-    status = (tmp_path / "images" / "cat" / "000.jpg").stat()
-    row = {"path": b"cat/000.jpg", "file": b"", "offset": 0, "spooled": False}
-    row |= {"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns}
+    images = corpus(tmp_path / "images", num=1)
+    run = run_of(images, tmp_path / "shards")
+    status = (images / "cat/000.jpg").stat()
+    row = {
+        "path": b"cat/000.jpg",
+        "file": b"",
+        "offset": 0,
+        "spooled": False,
+        "num_bytes": status.st_size,
+        "modified_ns": status.st_mtime_ns,
+    }
 
     def fail(*arguments, **options):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("data_prep.steps.list_inputs.os.fstat", fail)
+    # A fault of the file is a row of the ledger; one of the storage stops before it becomes one.
     try:
-        assert check_input(WorkFolder(run), row).reason == "unreadable"
+        outcome = check_input(WorkFolder(run), row)
+        assert outcome.reason == "unreadable"
         assert code in FAULTS
     except StorageError as error:
         assert code in OUTAGES
-        assert "the source cannot be read" in error.text()
-        assert "same command again" in error.text()
+        text = error.text()
+        assert "the source cannot be read" in text
+        assert "same command again" in text
     finally:
         monkeypatch.undo()
+
+    # Another size than when it was listed.
     with refused("changed while"):
         check_input(WorkFolder(run), row | {"num_bytes": 9})
 
@@ -290,43 +348,54 @@ def test_a_listing_that_is_cut_off_keeps_the_work(tmp_path, monkeypatch):
     for fault, error in ((lost, StorageError), (stopped, SystemExit)):
         with monkeypatch.context() as patch:
             patch.setattr(ImageFolder, "inputs", fault)
+
+            # The signal must neither last nor change how this process treats others.
             patch.setattr(work, "_exit_code", 0)
             patch.setattr(work.signal, "signal", lambda *_: None)
             with pytest.raises(error, match=r"the source cannot be read|^75$"):
                 prepare_here(run)
+
+    # No part of a listing was taken for the whole: two classes of three.
     prepare_here(run)
-    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
+    manifest = read_manifest(tmp_path / "shards")
+    assert manifest.inputs["num_kept"] == 6
 
 
 @every(leaves_a_folder="false, true", mount="images, images/cat")
 def test_an_unmounted_source_keeps_the_work_and_resumes(
     mount, leaves_a_folder, tmp_path
 ):
-    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
-
-    p = prepare_here(run, until="write shards")
+    images = corpus(tmp_path / "images", num=3)
+    run = run_of(images, tmp_path / "shards")
+    work = prepare_here(run, until="write shards")
 
     # A mount leaves the times of its folder as they were.
-    times = (tmp_path / "images").stat()
-    (tmp_path / mount).rename(tmp_path / "aside")
+    times = images.stat()
+    mount_point = tmp_path / mount
+    aside = tmp_path / "aside"
+    mount_point.rename(aside)
     if leaves_a_folder:
-        (tmp_path / mount).mkdir()
+        mount_point.mkdir()
     with pytest.raises(StorageError, match="missing or empty") as stopped:
         prepare_here(run)
-    said = stopped.value.text()
-    assert ".shards.preparing" in said
-    assert "mount it" in said
-    if leaves_a_folder:
-        (tmp_path / mount).rmdir()
-    (tmp_path / "aside").rename(tmp_path / mount)
+    text = stopped.value.text()
+    assert ".shards.preparing" in text
+    assert "mount it" in text
 
     # As after a mount.
-    os.utime(tmp_path / "images", ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert (p.path / "rows.arrow").exists()
+    if leaves_a_folder:
+        mount_point.rmdir()
+    aside.rename(mount_point)
+    os.utime(images, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    # The rows listed before are still there, and are used.
+    assert (work.path / "rows.arrow").exists()
     prepare_here(run)
-    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
+    manifest = read_manifest(tmp_path / "shards")
+    assert manifest.inputs["num_kept"] == 6
 
 
+# Names as bytes of no encoding, and those that keys must not have.
 NAMES = st.text(
     st.characters(codec="utf-8") | st.sampled_from("\udcff\udc80/.-_aA"),
     min_size=1,
@@ -336,19 +405,26 @@ NAMES = st.text(
 
 def make_input(path: str, *, class_name: str = "cat", split: str = "train") -> Input:
     name = path.rpartition(".")[0] or path
-    return Input(path=path, split=split, class_name=class_name, name=name, num_bytes=1)
+    return Input(
+        path=path,
+        split=split,
+        class_name=class_name,
+        name=name,
+        num_bytes=1,
+    )
 
 
 def ordered(
     inputs: list[Input], *, batch: int, seed: int = 0
 ) -> list[tuple[bytes, str]]:
     """(path, key) in stored order."""
-    parts = [
-        rows_table(inputs[start : start + batch], seed=seed)
-        for start in range(0, len(inputs), batch)
-    ]
-    rows = pa.concat_tables([*parts, rows_table([], seed=0)])
-    rows, order = _ordered(rows)
+    tables = []
+    for start in range(0, len(inputs), batch):
+        tables.append(rows_table(inputs[start : start + batch], seed=seed))
+
+    # An empty table is one, too: nothing may have been listed.
+    tables.append(rows_table([], seed=0))
+    rows, order = _ordered(pa.concat_tables(tables))
     return [(row["path"], row["key"]) for row in rows.take(order).to_pylist()]
 
 
@@ -356,30 +432,35 @@ def ordered(
 @given(st.lists(NAMES, unique=True, max_size=60), st.integers(1, 20))
 def test_order_and_keys_do_not_depend_on_the_order_of_listing(names, batch):
     inputs = [make_input(name) for name in names]
-
     whole = ordered(inputs, batch=1000)
+
+    # Machines list a folder in other orders, and share the work differently.
     shuffled = random.Random(batch).sample(inputs, len(inputs))
     assert ordered(shuffled, batch=batch) == whole
-    assert sorted(path for path, _ in whole) == sorted(map(os.fsencode, names))
-    keys = [key for _, key in whole]
+    paths = [path for path, _ in whole]
+    assert sorted(paths) == sorted(map(os.fsencode, names))
 
     # File systems without cases must tell them apart, too.
+    keys = [key for _, key in whole]
     assert len({key.lower() for key in keys}) == len(keys)
-    assert all(re.fullmatch(r"[A-Za-z0-9_-]{1,70}", key) for key in keys)
+    for key in keys:
+        assert re.fullmatch(r"[A-Za-z0-9_-]{1,70}", key)
 
 
 def test_order_is_that_of_sha256_written_out():
-    inputs = [make_input(f"{i}.jpg") for i in range(50)]
+    inputs = [make_input(f"{number}.jpg") for number in range(50)]
     rows = ordered(inputs, batch=7, seed=5)
 
     def digest(path):
+        # The purpose, the seed, and the key of the sample.
         number = path.removesuffix(b".jpg")
         return hashlib.sha256(b"order\x005\x00train-cat-" + number).digest()
 
     paths = [path for path, _ in rows]
     assert paths == sorted(paths, key=digest)
-    assert len(paths) == 50
+    assert len(paths) == len(inputs)
 
+    # Another seed changes the order and nothing else.
     other = ordered(inputs, batch=7, seed=6)
     assert other != rows
     assert sorted(other) == sorted(rows)
@@ -388,20 +469,26 @@ def test_order_is_that_of_sha256_written_out():
 def test_plain_names_stay_readable_and_others_get_a_hash():
     plain = make_key("n01440764", "n01440764_10026", path="p")
     assert plain == "n01440764-n01440764_10026"
-    assert re.fullmatch(r"cat-a_b-[0-9a-f]{16}", make_key("cat", "a b", path="p"))
-    assert make_key("cat", "a b", path="p") != make_key("cat", "a b", path="q")
+    key = make_key("cat", "a b", path="p")
+    assert re.fullmatch(r"cat-a_b-[0-9a-f]{16}", key)
+    assert key != make_key("cat", "a b", path="q")
 
     # A name that looks hashed gets a hash of its own, so collisions cannot be forged.
-    forged = make_key("cat", "a b", path="p").removeprefix("cat-")
-    assert make_key("cat", forged, path="q") != make_key("cat", "a b", path="p")
+    forged = key.removeprefix("cat-")
+    assert make_key("cat", forged, path="q") != key
 
 
 def test_each_class_holds_out_the_rows_with_its_smallest_hashes():
-    random_numbers = np.random.default_rng(0)
-    class_of = random_numbers.integers(0, 5, 300)
-    hashes = random_numbers.integers(0, 1 << 63, 300).astype(np.uint64)
-    taken = held_out(class_of, hashes, fraction=0, num=7)
+    rng = np.random.default_rng(0)
+    class_of = rng.integers(0, 5, 300)
+    hashes = rng.integers(0, 1 << 63, 300).astype(np.uint64)
+    is_held_out = held_out(class_of, hashes, fraction=0, num=7)
     for number in range(5):
-        own = sorted(hashes[class_of == number].tolist())
-        assert sorted(hashes[taken & (class_of == number)].tolist()) == own[:7]
-    assert held_out(np.zeros(8, int), hashes[:8], fraction=0.2, num=0).sum() == 2
+        is_of_class = class_of == number
+        smallest = sorted(hashes[is_of_class].tolist())[:7]
+        taken = hashes[is_held_out & is_of_class]
+        assert sorted(taken.tolist()) == smallest
+
+    # A fifth of 8 is 1.6: rounded to the nearest number.
+    one_class = np.zeros(8, int)
+    assert held_out(one_class, hashes[:8], fraction=0.2, num=0).sum() == 2

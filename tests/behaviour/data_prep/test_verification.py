@@ -42,8 +42,7 @@ def sound(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def shards(sound: Path, tmp_path) -> Path:
-    shutil.copytree(sound, tmp_path / "shards")
-    return tmp_path / "shards"
+    return shutil.copytree(sound, tmp_path / "shards")
 
 
 def findings(folder: Path) -> list[str]:
@@ -52,7 +51,8 @@ def findings(folder: Path) -> list[str]:
 
 def check_of_first(folder: Path) -> Callable[[], list[str]]:
     """A function that checks the first tar of `train`."""
-    tasks = tar_tasks([pq.read_table(folder / INDEX_NAME)], read_manifest(folder))
+    index = pq.read_table(folder / INDEX_NAME)
+    tasks = tar_tasks([index], read_manifest(folder))
     task = next(task for task in tasks if task[0].name == TRAIN)
     return partial(check_tar, task, folder=folder, root=folder, ours=True)
 
@@ -71,6 +71,8 @@ def test_tars_behind_a_url_are_refused_and_not_called_damaged(shards):
 def test_a_cut_at_every_offset_is_found(shards):
     check = check_of_first(shards)
     num_bytes = (shards / TRAIN).stat().st_size
+
+    # From the end, so that each cut shortens the file of the one before.
     with open(shards / TRAIN, "r+b") as file:
         for size in reversed(range(num_bytes)):
             file.truncate(size)
@@ -83,9 +85,11 @@ def test_a_cut_at_every_offset_is_found(shards):
 
 def test_a_changed_byte_at_every_offset_is_found(shards):
     check = check_of_first(shards)
-    whole = (shards / TRAIN).read_bytes()
-    with open(shards / TRAIN, "r+b", buffering=0) as file:
-        for offset in range(0, len(whole)):
+    path = shards / TRAIN
+    whole = path.read_bytes()
+    with open(path, "r+b", buffering=0) as file:
+        for offset in range(len(whole)):
+            # One bit: padding and checksums must not hide it.
             file.seek(offset)
             file.write(bytes([whole[offset] ^ 1 << offset % 8]))
 
@@ -93,18 +97,21 @@ def test_a_changed_byte_at_every_offset_is_found(shards):
             assert len(check()) >= 2, offset
             file.seek(offset)
             file.write(whole[offset : offset + 1])
+
+    # All was put back: the findings were of these bytes.
     assert check() == []
 
 
 def rewritten(folder: Path, change: Callable[[list[Values]], object]) -> None:
     """Change the rows of the index, and let the manifest say that this is right."""
-    rows = pq.read_table(folder / INDEX_NAME).to_pylist()
+    path = folder / INDEX_NAME
+    rows = pq.read_table(path).to_pylist()
     change(rows)
-    pq.write_table(pa.Table.from_pylist(rows, schema=INDEX_SCHEMA), folder / INDEX_NAME)
+    pq.write_table(pa.Table.from_pylist(rows, schema=INDEX_SCHEMA), path)
     manifest = replace(
         read_manifest(folder),
-        index_bytes=(folder / INDEX_NAME).stat().st_size,
-        index_blake3=blake3_of_file(folder / INDEX_NAME),
+        index_bytes=path.stat().st_size,
+        index_blake3=blake3_of_file(path),
     )
     write_manifest(folder, manifest=manifest)
 
@@ -126,6 +133,7 @@ def rewritten(folder: Path, change: Callable[[list[Values]], object]) -> None:
 - ['01234', {blake3: null}, "not have the samples of the manifest's tars"]
 """)
 def test_an_index_that_was_written_wrongly_is_found(shards, order, values, message):
+    # The first two rows are of `test`, so row 2 is the first of the tar.
     def change(index_rows):
         index_rows[2].update(values)
         index_rows[:5] = [index_rows[int(number)] for number in order]
@@ -140,21 +148,27 @@ def test_labels_in_a_folder_without_classes_are_found(tmp_path, label):
     folder = tmp_path / "shards"
     make_shard_folder(folder, classes=())
     assert findings(folder) == []
+
+    # Without classes every label is -1.
     rewritten(folder, lambda rows: rows[2].update(label=label))
     assert f"{INDEX_NAME}: 1 labels are outside -1 to -1" in findings(folder)
 
 
 @every(name=[INDEX_NAME, "ledger.parquet", "_info.json", TRAIN])
 def test_missing_and_cut_files_are_found(shards, name):
-    data = (shards / name).read_bytes()
-    (shards / name).unlink()
+    path = shards / name
+    data = path.read_bytes()
+    path.unlink()
     missing = findings(shards)
     assert any(text.startswith(f"{name}: cannot be read") for text in missing), missing
-    (shards / name).write_bytes(data[: len(data) // 2])
+
+    path.write_bytes(data[: len(data) // 2])
     assert any(text.startswith(name) for text in findings(shards))
-    check_folder(
-        shards, manifest=read_manifest(shards), num_workers=1, write_entry_points=True
-    )
+
+    # Entry points of a damaged tar would lead into other bytes.
+    manifest = read_manifest(shards)
+    options = {"num_workers": 1, "write_entry_points": True}
+    check_folder(shards, manifest=manifest, **options)
     assert name != TRAIN or not entry_points_file(shards, TRAIN).exists()
 
 
@@ -165,7 +179,7 @@ def test_other_index_columns_are_refused(shards):
     assert not any(text.startswith("train") for text in found), "the tars are sound"
 
 
-# Changes of the first row or of the second, and of their order.
+# Changes of the first row or of the second, and of their order. A repaired image is a sample.
 @rows("""
 - [number, change, is_found]
 - [1, {key: other}, true]
@@ -182,19 +196,22 @@ def test_the_samples_of_ledger_and_index_are_compared_in_pieces(
 ):
     monkeypatch.setattr("data_prep.verification.BATCH_ROWS", batch_rows)
     assert findings(shards) == []
-    rows = pq.read_table(shards / "ledger.parquet").to_pylist()
+    path = shards / "ledger.parquet"
+    rows = pq.read_table(path).to_pylist()
     if change == "reversed":
         rows.reverse()
     elif change == "doubled":
         rows.append(rows[0])
     else:
         rows[number] |= change
-    table = pa.Table.from_pylist(rows, schema=pq.read_schema(shards / "ledger.parquet"))
-    pq.write_table(table, shards / "ledger.parquet", row_group_size=3)
-    what = (
-        "ledger.parquet: the inputs kept or repaired are not the samples of the index"
+    table = pa.Table.from_pylist(rows, schema=pq.read_schema(path))
+
+    # Groups of rows that are not those of the pieces.
+    pq.write_table(table, path, row_group_size=3)
+    finding = (
+        f"{path.name}: the inputs kept or repaired are not the samples of the index"
     )
-    assert (what in findings(shards)) == is_found
+    assert (finding in findings(shards)) == is_found
 
 
 def test_memory_does_not_grow_with_the_samples(tmp_path, monkeypatch):
@@ -204,28 +221,50 @@ def test_memory_does_not_grow_with_the_samples(tmp_path, monkeypatch):
     per_tar = 2_000
     folder = tmp_path / "shards"
     make_shard_folder(folder)
-    schema = pq.read_schema(folder / "ledger.parquet")
+    ledger_path = folder / "ledger.parquet"
+    schema = pq.read_schema(ledger_path)
+
+    # An index and a ledger of many rows, as long as those of ImageNet.
     names = [f"train-n01440764-n01440764_{number}" for number in range(num)]
     tars = [f"train-{number // per_tar:06d}.tar" for number in range(num)]
-    columns = {"key": names, "split": ["train"] * num, "shard": tars}
+    columns = {
+        "key": names,
+        "split": ["train"] * num,
+        "shard": tars,
+        "format": ["jpg"] * num,
+        "blake3": [bytes(32)] * num,
+    }
     columns |= {name: [1] * num for name in "offset length label width height".split()}
-    columns |= {"format": ["jpg"] * num, "blake3": [bytes(32)] * num}
     write_index(folder, tables=[pa.table(columns, schema=INDEX_SCHEMA)])
     ledger = {name: [None] * num for name in schema.names}
-    ledger |= {"split": columns["split"], "key": names, "status": ["kept"] * num}
-    pq.write_table(
-        pa.table(ledger, schema=schema), folder / "ledger.parquet", row_group_size=8_192
-    )
-    entries = tuple(
+    ledger |= {
+        "split": columns["split"],
+        "key": names,
+        "status": ["kept"] * num,
+    }
+    table = pa.table(ledger, schema=schema)
+    pq.write_table(table, ledger_path, row_group_size=8_192)
+
+    # The manifest that fits them.
+    entries = [
         ShardEntry(name=name, samples=per_tar, bytes=0, blake3="")
         for name in dict.fromkeys(tars)
+    ]
+    split = SplitEntry(
+        num_samples=num,
+        num_bytes=0,
+        fingerprint="",
+        shards=tuple(entries),
     )
-    split = SplitEntry(num_samples=num, num_bytes=0, fingerprint="", shards=entries)
-    old = read_manifest(folder)
     manifest = replace(
-        old, splits={"train": split}, inputs={"num_rows": num}, classes=("a", "b")
+        read_manifest(folder),
+        splits={"train": split},
+        inputs={"num_rows": num},
+        classes=("a", "b"),
     )
-    del names, tars, columns, ledger
+    del names, tars, columns, ledger, table
+
+    # Both kinds of memory from here on; the old pool comes back whatever happens.
     usual = pa.default_memory_pool()
     tracked = pa.proxy_memory_pool(usual)
     POOLS.append(tracked)
@@ -235,13 +274,16 @@ def test_memory_does_not_grow_with_the_samples(tmp_path, monkeypatch):
         found = [*_check_index(folder, manifest, is_index=True)]
         found += _check_ledger(folder, manifest, has_index=True)
         pieces = _batches(folder / INDEX_NAME)
-        seen = [len(rows) for _, rows in tar_tasks(pieces, manifest)]
+        lengths = [len(rows) for _, rows in tar_tasks(pieces, manifest)]
         _, python = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
         pa.set_memory_pool(usual)
-    assert seen == [per_tar] * (num // per_tar)
-    assert all("fingerprint" in text or "BLAKE3" in text for text in found), found
+
+    # Every row was seen, and only the made-up hashes are wrong.
+    assert lengths == [per_tar] * (num // per_tar)
+    for text in found:
+        assert "fingerprint" in text or "BLAKE3" in text
     assert 0 < tracked.max_memory() + python < 60 * num
 
 
@@ -250,74 +292,90 @@ def test_a_parquet_file_is_never_held_as_a_whole(reader, tmp_path):
     """Random bytes, which do not get smaller in the file: 8 MB in 32 groups of rows."""
     path = tmp_path / "rows.parquet"
     num = 8_000
-    table = pa.table({"image": [random.randbytes(1000) for _ in range(num)]})
-    pq.write_table(table, path, row_group_size=num // 32)
-    del table
+    images = [random.randbytes(1000) for _ in range(num)]
+    pq.write_table(pa.table({"image": images}), path, row_group_size=num // 32)
+    del images
     before = pa.total_allocated_bytes()
     peak = before
-    seen = 0
+    num_seen = 0
     with pq.ParquetFile(path) as file:
-        pieces = (
-            _batches(path)
-            if reader == "verification"
-            else rows_of(file, ["image"], path=path)
-        )
+        pieces = rows_of(file, ["image"], path=path)
+        if reader == "verification":
+            pieces = _batches(path)
         for piece in pieces:
-            seen += len(piece)
+            num_seen += len(piece)
             peak = max(peak, pa.total_allocated_bytes())
-    assert seen == num
+    assert num_seen == num
+
+    # A quarter of the file: a few groups.
     assert peak - before < 2_000_000
 
 
+# Up, from the root, up behind a folder, the folder itself, and names that are none.
 @every(name=["../x.tar", "/x.tar", "a/../../x.tar", "..", "", "a\0.tar"])
 def test_a_manifest_that_names_files_outside_is_refused(shards, name):
     manifest = read_manifest(shards)
-    first = manifest.splits["train"].shards[0]
-    split = replace(manifest.splits["train"], shards=(replace(first, name=name),))
-    write_manifest(shards, manifest=replace(manifest, splits={"train": split}))
-    with refused("which may lie outside its folder"):
-        read_manifest(shards)
-    with refused("which may lie outside its folder"):
-        list_samples(shards)
+    train = manifest.splits["train"]
+    first = replace(train.shards[0], name=name)
+    splits = {"train": replace(train, shards=(first,))}
+    write_manifest(shards, manifest=replace(manifest, splits=splits))
+    for read in (read_manifest, list_samples):
+        with refused("which may lie outside its folder"):
+            read(shards)
 
 
 def test_an_index_that_names_other_tars_is_not_followed(shards, tmp_path):
-    (tmp_path / "secret").write_bytes(b"x" * 10_000)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"x" * 10_000)
     rewritten(shards, lambda rows: rows[0].update(shard="../secret"))
-    with refused("names the tar '../secret', which manifest.json does not"):
+
+    # Its bytes would be shown as a picture.
+    message = "names the tar '../secret', which manifest.json does not"
+    with refused(message):
         list_samples(shards)
-    with refused("names the tar '../secret', which manifest.json does not"):
+    with refused(message):
         draw_sheet(tmp_path / "sheet.png", shards, read_manifest(shards))
 
 
 @every(link="entry_points, entry_points/deep")
 def test_entry_points_are_not_written_through_links(shards, tmp_path, link):
-    (tmp_path / "victim").mkdir()
+    victim = tmp_path / "victim"
+    victim.mkdir()
+
+    # The folder itself is a link, or one inside it, for a tar in a sub-folder.
     name = f"deep/{TRAIN}" if "/" in link else TRAIN
-    (shards / name).parent.mkdir(exist_ok=True)
-    (shards / TRAIN).rename(shards / name)
-    (shards / link).parent.mkdir(exist_ok=True)
-    (shards / link).symlink_to(tmp_path / "victim")
-    rewritten(
-        shards,
-        lambda rows: [row.update(shard=name) for row in rows if row["shard"] == TRAIN],
-    )
+    tar = shards / name
+    tar.parent.mkdir(exist_ok=True)
+    (shards / TRAIN).rename(tar)
+    link_path = shards / link
+    link_path.parent.mkdir(exist_ok=True)
+    link_path.symlink_to(victim)
+
+    # Index and manifest name the tar at its new place.
+    def rename(rows):
+        for row in rows:
+            if row["shard"] == TRAIN:
+                row["shard"] = name
+
+    rewritten(shards, rename)
     manifest = read_manifest(shards)
-    tars = tuple(
+    train = manifest.splits["train"]
+    tars = [
         replace(shard, name=name) if shard.name == TRAIN else shard
-        for shard in manifest.splits["train"].shards
-    )
-    split = replace(manifest.splits["train"], shards=tars)
-    manifest = replace(manifest, splits=manifest.splits | {"train": split})
+        for shard in train.shards
+    ]
+    splits = manifest.splits | {"train": replace(train, shards=tuple(tars))}
     found = check_folder(
-        shards, manifest=manifest, num_workers=1, write_entry_points=True
+        shards,
+        manifest=replace(manifest, splits=splits),
+        num_workers=1,
+        write_entry_points=True,
     )
     assert any("a link leads out of" in text for text in found)
-    assert not list((tmp_path / "victim").iterdir())
+    assert list(victim.iterdir()) == []
 
 
 def test_a_ledger_of_other_sums_is_found(shards):
-    write_manifest(
-        shards, manifest=replace(read_manifest(shards), inputs={"num_rows": 9})
-    )
+    manifest = replace(read_manifest(shards), inputs={"num_rows": 9})
+    write_manifest(shards, manifest=manifest)
     assert "ledger.parquet: has other sums than the manifest" in findings(shards)

@@ -49,17 +49,22 @@ def process(work: WorkFolder, where: str, pid: int, *, age_s: float = 0.0) -> st
     heartbeat = work.path / "tmp" / f"{where}.{pid}" / "alive"
     heartbeat.parent.mkdir(exist_ok=True)
     heartbeat.touch()
-    os.utime(heartbeat, (time.time() - age_s, time.time() - age_s))
+    then = time.time() - age_s
+    os.utime(heartbeat, (then, then))
     return heartbeat.parent.name
 
 
 def test_every_unit_is_done_once(work: WorkFolder):
-    assert sorted(run(work, ["a", "b", "c"])) == ["a", "b", "c"]
-    assert run(work, ["a", "b", "c"]) == []
+    units = ["a", "b", "c"]
+    assert sorted(run(work, units)) == units
+    assert run(work, units) == []
+
+    # A claim that stayed would keep a unit from being done again after its file was lost.
     assert not list((work.path / "claims").iterdir())
 
 
 def test_what_others_did_meanwhile_is_seen(work: WorkFolder, monkeypatch):
+    # Another process makes the file between the first look at it and the claim.
     take = WorkFolder.take
 
     def late(work, claim):
@@ -68,6 +73,8 @@ def test_what_others_did_meanwhile_is_seen(work: WorkFolder, monkeypatch):
 
     monkeypatch.setattr(WorkFolder, "take", late)
     assert run(work, ["a"]) == []
+
+    # The error of another task ends this one as well.
     (work.path / "failed.json").write_text('{"text": "bad"}')
     with refused("bad"):
         run(work, ["a"])
@@ -79,16 +86,22 @@ def test_claims_of_silent_processes_are_taken_over(
 ):
     """By the file system's clock. In a new container the ids of a dead one live again."""
     here = socket.gethostname()
+
+    # Above the 60 s after which a process counts as dead.
     old = 65.0
+    my_pid = os.getpid()
     names = {
-        process(work, f"{here}-1", os.getpid(), age_s=old): True,
-        process(work, f"{here}-2", os.getpid()): False,
+        # A heartbeat tells, whether a process of this id lives here or not.
+        process(work, f"{here}-1", my_pid, age_s=old): True,
+        process(work, f"{here}-2", my_pid): False,
         process(work, f"{here}-3", NO_PID): False,
         process(work, f"{here}-4", NO_PID, age_s=old): True,
         process(work, "elsewhere-1", 1, age_s=50): False,
         process(work, "elsewhere-2", 1, age_s=old): True,
+        # Never had one, or its folder was removed.
         "gone-1.1": True,
     }
+    # The clock of this machine may be an hour off that of the file server.
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + skew_s)
     for name, is_dead in names.items():
@@ -96,30 +109,35 @@ def test_claims_of_silent_processes_are_taken_over(
         claim.symlink_to(name)
 
         # The first attempt removes the claim.
-        assert not work.take(claim) and work.take(claim) == is_dead, name
+        assert not work.take(claim), name
+        assert work.take(claim) == is_dead, name
+
+    # Unfinished files of other hosts are left: their clean-up is the business of those hosts.
     work.clean()
-    kept = {name for name in names if (work.path / "tmp" / name).exists()}
-    assert kept == {name for name in names if name[:4] != "gone"} - {
-        f"{here}-1.{os.getpid()}",
-        f"{here}-4.{NO_PID}",
-    }
+    folder = work.path / "tmp"
+    kept = {name for name in names if (folder / name).exists()}
+    dead_here = {f"{here}-1.{my_pid}", f"{here}-4.{NO_PID}"}
+    assert kept == names.keys() - {"gone-1.1"} - dead_here
 
 
 def test_a_task_that_starts_again_has_another_name(work: WorkFolder):
     """Though its host and its process id are the same; workers are named after their task."""
     again = WorkFolder(work.run)
     assert again.scratch.name != work.scratch.name
-    assert pickle.loads(pickle.dumps(work)).scratch.name == work.scratch.name
+    of_worker = pickle.loads(pickle.dumps(work))
+    assert of_worker.scratch.name == work.scratch.name
 
 
 def test_a_task_that_ends_frees_what_its_workers_held(work: WorkFolder):
-    claim = work.claim("a")
-    claim.symlink_to(process(work, work.task, NO_PID))
+    mine = work.claim("a")
+    mine.symlink_to(process(work, work.task, NO_PID))
     other = work.claim("b")
     other.symlink_to(process(work, "elsewhere-1", 1))
     work.leave()
-    assert not work.take(claim)
-    assert work.take(claim)
+
+    # The first attempt removes a dead claim, the second gets the unit.
+    assert not work.take(mine)
+    assert work.take(mine)
     assert not work.take(other)
     assert not work.take(other)
 
@@ -129,17 +147,19 @@ def test_a_wait_says_for_whom_and_how_long(work: WorkFolder, monkeypatch, capsys
     work.claim("a").symlink_to(process(work, "node-7-1234abcd", 55))
     thread = threading.Thread(target=lambda: run(work, ["a"]), daemon=True)
     thread.start()
-    said = []
+    printed = []
 
     def lines():
-        said.extend(capsys.readouterr().out.splitlines())
-        return said
+        printed.extend(capsys.readouterr().out.splitlines())
+        return printed
 
+    # The host, without the random part of the task's name.
     wait_until(lambda: len(lines()) >= 2)
     (work.path / "a").touch()
     thread.join(PATIENCE_S)
     expected = r"do: waited \d+ s for 1 units of node-7 \(process 55\); a process that is silent"
-    assert all(re.match(expected, line) for line in said)
+    for line in printed:
+        assert re.match(expected, line)
 
 
 def test_units_of_living_processes_are_waited_for(work: WorkFolder):
@@ -147,9 +167,13 @@ def test_units_of_living_processes_are_waited_for(work: WorkFolder):
     done = []
     thread = threading.Thread(target=lambda: done.extend(run(work, ["a"])), daemon=True)
     thread.start()
+
+    # Five looks at the unit.
     time.sleep(1.0)
     assert not done
     assert thread.is_alive()
+
+    # As if the other process had made the file.
     (work.path / "a").touch()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
@@ -160,16 +184,21 @@ def test_a_process_has_a_heartbeat(work: WorkFolder, monkeypatch):
     monkeypatch.setattr(sharing, "HEARTBEAT_S", 0.01)
     work.open()
     path = work.scratch / "alive"
+
+    # The thread, not the opening, must change this time.
     os.utime(path, (1, 1))
     wait_until(lambda: path.stat().st_mtime > 1)
 
 
 @every(num="1, 2")
 def test_each_result_has_the_position_of_its_item(num):
-    items = [0.05 if number % 3 == 0 else number / 1e6 for number in range(50)]
+    # Every third item takes long, so that the results come in another order.
+    items = [number / 1e6 for number in range(50)]
+    for number in range(0, 50, 3):
+        items[number] = 0.05
     with Workers(time.sleep, num=num, imports=()) as workers:
-        found = sorted(workers.results(iter(items)))
-    assert found == [(position, item, None) for position, item in enumerate(items)]
+        results = sorted(workers.results(iter(items)))
+    assert results == [(position, item, None) for position, item in enumerate(items)]
 
 
 def test_an_error_is_raised_here_and_ends_the_workers():
@@ -177,6 +206,8 @@ def test_an_error_is_raised_here_and_ends_the_workers():
     with pytest.raises(ValueError, match="invalid literal") as caught:
         with Workers(int, num=2, imports=()) as workers:
             list(workers.results(["1", "x", "2"]))
+
+    # Where it was raised is in the traceback of the other process, which is passed on as a note.
     assert "in a worker process" in caught.value.__notes__[0]
 
     # The server and its tracker.

@@ -37,8 +37,10 @@ def test_content_is_flushed_before_the_rename_the_name_after(tmp_path, monkeypat
 
     def record_flush(fd):
         status = os.fstat(fd)
-        folder = stat.S_ISDIR(status.st_mode)
-        calls.append(("flush folder", None) if folder else ("flush", status.st_size))
+        if stat.S_ISDIR(status.st_mode):
+            calls.append(("flush folder", None))
+        else:
+            calls.append(("flush", status.st_size))
 
     def record_rename(old, new):
         calls.append(("rename", Path(new).name))
@@ -46,19 +48,24 @@ def test_content_is_flushed_before_the_rename_the_name_after(tmp_path, monkeypat
 
     monkeypatch.setattr(os, "fsync", record_flush)
     monkeypatch.setattr(os, "replace", record_rename)
+
     write_bytes(tmp_path / "file", bytes(1000))
     assert calls == [("flush", 1000), ("rename", "file"), ("flush folder", None)]
 
 
 def test_failed_write_leaves_the_old_file_alone(tmp_path):
-    write_bytes(tmp_path / "file", b"old")
-    with pytest.raises(KeyError), atomic_file(tmp_path / "file") as file:
+    path = tmp_path / "file"
+    write_bytes(path, b"old")
+    with pytest.raises(KeyError), atomic_file(path) as file:
         file.write(b"new")
         raise KeyError
-    assert (tmp_path / "file").read_bytes() == b"old"
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert path.read_bytes() == b"old"
+
+    # The unfinished one is gone.
+    assert list(tmp_path.iterdir()) == [path]
 
 
+# More output than a pipe or a buffer takes; then, if it shall, more than the disk takes.
 SCRIPT = """
 import sys
 from vitscale.distributed.processes import run_rank_script
@@ -78,6 +85,7 @@ run_rank_script(main)
 
 
 def fill(folder: Path) -> Path:
+    """Take all space of a disk, to the last block; the file that holds it."""
     path = folder / "filler"
     with open(path, "wb", buffering=0) as file:
         while True:
@@ -89,7 +97,10 @@ def fill(folder: Path) -> Path:
 
 @every(do="print, write")
 def test_a_rank_prints_on_a_full_disk(small_disk, tmp_path, do):
-    code = EXIT_CODES[FailureKind.STORAGE] if do == "write" else 0
+    # What is printed may be lost; what a script writes itself may not.
+    code = 0
+    if do == "write":
+        code = EXIT_CODES[FailureKind.STORAGE]
     fill(small_disk)
     with open(small_disk / "log", "ab") as log:
         done = subprocess.run(
@@ -100,6 +111,8 @@ def test_a_rank_prints_on_a_full_disk(small_disk, tmp_path, do):
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
     assert done.returncode == code
+
+    # It went on after the first line that was refused.
     assert (tmp_path / "done").exists()
 
 
@@ -111,6 +124,8 @@ def test_what_a_full_disk_refuses_of_a_journal_is_written_later(small_disk):
         journal.append({"train/loss": 1 / step}, step=step)
     assert journal.refused is not None
     assert len(list(read_rows(journal.path))) < 199
+
+    # Space is there again: the next line takes all others with it, in their order.
     filler.unlink()
     journal.append({"train/loss": 0.0}, step=200)
     assert journal.refused is None
@@ -124,18 +139,25 @@ def test_records_of_a_full_disk_are_lost_with_a_warning(
     filler = fill(small_disk)
     attempt = begin_attempt(small_disk, cluster="slurm", job_id="7")
     record_failure(small_disk, Failure(kind=FailureKind.OTHER, what="x" * 600))
+
+    # The run has begun all the same, and the warning came once.
     assert attempt.number == 1
     assert not read_attempts(small_disk)
     assert capsys.readouterr().err.count("No space left on device") == 1
+
     filler.unlink()
     begin_attempt(small_disk, cluster="slurm", job_id="7", restart=1)
     record_failure(small_disk, Failure(kind=FailureKind.OTHER, what="y"))
-    assert [each.restart for each in read_attempts(small_disk)] == [1]
-    assert [failure.what for failure in read_failures(small_disk)] == ["y"]
+    (attempt,) = read_attempts(small_disk)
+    assert attempt.restart == 1
+    (failure,) = read_failures(small_disk)
+    assert failure.what == "y"
 
 
 # ---- a value is made once per node --------------------------------------------------------------
 
+
+# Ranks of each node of the errors below: 0, 4 and 8 are those that make the value.
 PER_NODE = 4
 
 
@@ -145,33 +167,41 @@ def test_one_rank_of_a_node_makes_it():
     def make(rank):
         made.append(rank)
         rows = np.arange(1000)
-        return {"rows": rows, "same": rows, "empty": np.empty(0), "names": ("a", "b")}
+        return {
+            "rows": rows,
+            "same": rows,
+            "empty": np.empty(0),
+            "names": ("a", "b"),
+        }
 
-    values = run_ranks(
-        3,
-        lambda rank, gather: once_per_node(
-            lambda: make(rank), is_maker=rank == 0, gather=gather
-        ),
-    )
+    def once(rank, gather):
+        return once_per_node(lambda: make(rank), is_maker=rank == 0, gather=gather)
+
+    values = run_ranks(3, once)
     assert made == [0]
     for value in values:
-        assert np.array_equal(value["rows"], np.arange(1000))
-        assert value["names"] == (
-            "a",
-            "b",
-        )
-        assert not value["rows"].flags.writeable
+        rows = value["rows"]
+        assert np.array_equal(rows, np.arange(1000))
+        assert value["names"] == ("a", "b")
         assert value["empty"].size == 0
-        assert value["rows"].path == value["same"].path
+
+        # All ranks of the node see this memory: nobody may write, and it is there once.
+        assert not rows.flags.writeable
+        assert rows.path == value["same"].path
 
 
 def test_columns_pickle_as_their_path_and_parts_as_arrays():
     column = once_per_node(
-        lambda: np.arange(100_000), is_maker=True, gather=lambda own: [own]
+        lambda: np.arange(100_000),
+        is_maker=True,
+        gather=lambda own: [own],
     )
+
+    # A worker that is sent the column opens it itself.
     assert len(pickle.dumps(column)) < 1000
     for array in (column, column[7:90], column + 1):
-        assert np.array_equal(pickle.loads(pickle.dumps(array)), array)
+        copy = pickle.loads(pickle.dumps(array))
+        assert np.array_equal(copy, array)
 
 
 def test_memory_and_descriptors_last_as_long_as_the_arrays():
@@ -184,6 +214,8 @@ def test_memory_and_descriptors_last_as_long_as_the_arrays():
         return once_per_node(make, is_maker=rank == 0, gather=gather)
 
     values = run_ranks(3, open_ones)
+
+    # A part of one array, and another one as it was sent to a process.
     part = values[2]["one"][-2:]
     copy = pickle.loads(pickle.dumps(values[1]["two"]))
     del values
@@ -197,7 +229,8 @@ def test_memory_and_descriptors_last_as_long_as_the_arrays():
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-FOUND = {
+# A mistake, several of them, and storage that fails.
+ERRORS = {
     "one": UserError("no index"),
     "two": UserErrors([UserError("a"), UserError("b")]),
     "storage": StorageError("no index"),
@@ -218,21 +251,22 @@ FOUND = {
 def test_an_error_of_any_node_is_raised_on_all_ranks(error, failing, kind, text):
     def make(rank):
         if rank in failing:
-            raise FOUND[error]
+            raise ERRORS[error]
         return rank
 
     def one(rank, gather):
+        is_maker = rank % PER_NODE == 0
         with pytest.raises(UserError) as caught:
-            once_per_node(
-                lambda: make(rank), is_maker=rank % PER_NODE == 0, gather=gather
-            )
+            once_per_node(lambda: make(rank), is_maker=is_maker, gather=gather)
         return caught.value
 
     raised = run_ranks(3 * PER_NODE, one)
-    assert {type(each).__name__ for each in raised} == {kind}
-    assert {str(each) for each in raised} == {text.format(node=node_name())}
+    assert {type(error).__name__ for error in raised} == {kind}
+    assert {str(error) for error in raised} == {text.format(node=node_name())}
+
+    # The first of the ranks that failed, also in the errors of the others.
     if kind == "NodeError":
-        culprits = {(each.rank, each.node) for each in raised}
+        culprits = {(error.rank, error.node) for error in raised}
         assert culprits == {(failing[0], node_name())}
 
 
@@ -248,19 +282,22 @@ sys.stdin.read()
 
 
 def test_what_another_process_made_outlives_it():
-    maker = subprocess.Popen(
-        [sys.executable, "-c", MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    with maker:
+    command = [sys.executable, "-c", MAKER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as maker:
         column = pickle.load(maker.stdout)
         maker.kill()
     wait_until(lambda: not is_alive(maker.pid))
+
+    # Read here, and sent on to a third process.
     for array in (column, pickle.loads(pickle.dumps(column))):
         assert array.tolist() == [0, 1, 2, 3, 4]
 
     # As in a container, where the maker does not exist, or is another process.
-    other = node_name(), True, None, (column.path, (1, 1))
-    found = once_per_node(
-        lambda: "own", is_maker=False, gather=lambda own: [own, other]
+    other = (node_name(), True, None, (column.path, (1, 1)))
+    made = once_per_node(
+        lambda: "own",
+        is_maker=False,
+        gather=lambda own: [own, other],
     )
-    assert found == "own"
+    assert made == "own"

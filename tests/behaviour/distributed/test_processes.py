@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tables import rows
+from tests.support.tables import every, rows
 from tests.support.waiting import wait_until
 from vitscale.distributed.fork_server import (
     ENVIRONMENT,
@@ -58,34 +58,38 @@ THREADS = """
 
 @rows(THREADS)
 def test_ranks_share_the_cores_of_a_node(
-    monkeypatch: pytest.MonkeyPatch,
-    local_ranks: int,
-    environment: dict[str, str],
-    threads: int,
-) -> None:
+    monkeypatch, local_ranks, environment, threads
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(os, "environ", environment)
     assert threads_per_rank(world_size=4, local_world_size=local_ranks) == threads
 
 
-def test_a_zombie_counts_as_dead() -> None:
+def test_a_zombie_counts_as_dead():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert is_alive(process.pid) and is_alive(os.getpid()) and is_alive(1)
+    pids = (process.pid, os.getpid(), 1)
+    assert all(map(is_alive, pids))
+
+    # Killed, but nobody has asked for its exit code yet.
     process.kill()
     wait_until(lambda: process_state(process.pid) == "zombie")
     assert not is_alive(process.pid)
     process.wait()
-    assert not is_alive(process.pid) and process_state(process.pid) == "gone"
+    assert not is_alive(process.pid)
+    assert process_state(process.pid) == "gone"
 
 
-def test_a_free_port_is_none_that_other_sockets_get() -> None:
+def test_a_free_port_is_none_that_other_sockets_get():
     port = free_port()
     with socket.create_server(("", port)), socket.socket() as other:
         with pytest.raises(OSError, match="in use"):
             other.bind(("", port))
         assert free_port() != port
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert port < first
+
+    # Linux gives sockets without a wish one of this range.
+    ports = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    first, _ = ports.split()
+    assert port < int(first)
 
 
 # What a rank does, its exit code, and the end of what it says.
@@ -123,9 +127,7 @@ ENDINGS = r"""
 
 
 @rows(ENDINGS)
-def test_rank_script_exits_with_its_code_and_output(
-    ending: str, exit_code: int, text: str
-) -> None:
+def test_rank_script_exits_with_its_code_and_output(ending, exit_code, text):
     # A thread that never ends, buffered output, and an object that aborts teardown.
     code = f"""
 import atexit, os, sys, threading
@@ -145,10 +147,12 @@ def main():
 run_rank_script(main)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (exit_code, "buffered exit handler\n")
+    assert done.returncode == exit_code
+    assert done.stdout == "buffered exit handler\n"
     assert done.stderr.endswith(text)
 
 
+# What Python waits for without a limit when a program ends.
 STUCK = {
     "a thread that is joined": "threading.Thread(target=threading.Event().wait).start()",
     "an exit handler": "atexit.register(threading.Event().wait)",
@@ -156,8 +160,8 @@ STUCK = {
 }
 
 
-@pytest.mark.parametrize("what", STUCK)
-def test_nothing_keeps_a_rank_from_ending(tmp_path: Path, what: str) -> None:
+@every(obstacle=STUCK)
+def test_nothing_keeps_a_rank_from_ending(tmp_path, obstacle):
     """Its child ignores SIGTERM, for which multiprocessing waits at exit without a limit."""
     script = tmp_path / "rank.py"
     script.write_text(f"""
@@ -175,24 +179,28 @@ def main():
     child.start()
     assert ours.poll(60)
     print(child.pid, flush=True)
-    {STUCK[what]}
+    {STUCK[obstacle]}
     raise SystemExit(75)
 if __name__ == "__main__":
     processes.run_rank_script(main)
 """)
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=90
-    )
+    command = [sys.executable, script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 75, done.stderr
-    assert ("has not ended for 0.5 s" in done.stderr) == ("child" not in what)
+
+    # A child is killed before its parent ends, so nothing is late then.
+    is_late = "child" not in obstacle
+    assert ("has not ended for 0.5 s" in done.stderr) == is_late
     wait_until(lambda: not is_alive(int(done.stdout)))
 
 
-def test_garbage_is_collected_after_imports_that_fail() -> None:
+def test_garbage_is_collected_after_imports_that_fail():
+    # Collecting while modules are read finds nothing, and takes time.
     with pytest.raises(ModuleNotFoundError), quick_imports():
         assert not gc.isenabled()
         importlib.import_module("no_such_module")
-    assert gc.isenabled() and gc.get_freeze_count()
+    assert gc.isenabled()
+    assert gc.get_freeze_count()
     gc.unfreeze()
 
 
@@ -202,6 +210,7 @@ IMPORTS = ("vitscale.data.loader", "no_such_module")
 
 
 def describe(connection: Connection) -> None:
+    """Tell as a worker what it sees, and end when asked to."""
     facts: dict[str, Any] = {
         "parent": os.getppid(),
         "main": getattr(sys.modules["__main__"], "__file__", None),
@@ -220,51 +229,61 @@ def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
         monkeypatch.setattr(forkserver, name, getattr(server, name))
     ended = threading.Event()
-    threading.Thread(
-        target=ended.wait
-    ).start()  # a fork of this process would not be safe
+
+    # With a thread, a fork of this process would not be safe.
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
     yield
     ended.set()
     server._stop()
 
 
 @pytest.mark.usefixtures("own_server")
-def test_workers_come_from_a_process_without_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_come_from_a_process_without_threads(tmp_path, monkeypatch):
     """Also after its imports, which start threads of linear algebra by default."""
+    # Like a script that has no guard against being imported.
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('the script was imported')")
     main = ModuleType("__main__")
-    main.__file__ = str(tmp_path / "script.py")
-    (tmp_path / "script.py").write_text("raise SystemExit('the script was imported')")
+    main.__file__ = str(script)
     monkeypatch.setitem(sys.modules, "__main__", main)
-    environment, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    environment = dict(os.environ)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     ours, theirs = Pipe()
     worker = start_worker(describe, (theirs,), imports=IMPORTS)
+
+    # This process is as it was before.
     assert dict(os.environ) == environment
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
     assert ours.poll(30), "the worker hangs"
     facts = ours.recv()
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # of Python
     assert facts["parent"] == server != os.getpid()
-    assert facts["main"] is None and facts["has one thread"]
+    assert facts["main"] is None
+    assert facts["has one thread"]
     assert facts["mask"] >= set(SIGNALS)
+
+    # The server has its imports, the variables that keep them from starting threads, and no thread.
     assert has_one_thread(server)
     given = Path(f"/proc/{server}/environ").read_bytes().split(b"\0")
-    assert {f"{name}={value}".encode() for name, value in ENVIRONMENT.items()} <= set(
-        given
-    )
+    for name, value in ENVIRONMENT.items():
+        assert f"{name}={value}".encode() in given
     assert "libtorch_cpu" in Path(f"/proc/{server}/maps").read_text()
+
+    # Signals for the job are the business of its ranks.
     for number in SIGNALS:
         os.kill(server, number)
         os.kill(facts["parent"], number)
     ours.send("end")
     worker.join(30)
     assert worker.exitcode == 0
+
+    # Asked for again, it is the same server.
     start_server(IMPORTS)
     assert forkserver._forkserver._forkserver_pid == server  # type: ignore[attr-defined]  # same
 
 
-def test_threads_that_end_meanwhile_are_no_error() -> None:
+def test_threads_that_end_meanwhile_are_no_error():
     """One check in seventy meets one."""
     for _ in range(2000):
         threading.Thread(target=int).start()

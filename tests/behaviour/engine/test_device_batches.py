@@ -16,10 +16,11 @@ GPU = torch.device("cuda", 1)
 
 
 def numbered(num: int, *, error: Exception | None = None) -> Iterator[Batch]:
+    """Batches whose pixels and labels are their number; then perhaps an error."""
     for number in range(num):
-        yield Batch(
-            torch.full((2, 3, 4, 4), number), torch.tensor([number] * 2), torch.ones(2)
-        )
+        images = torch.full((2, 3, 4, 4), number)
+        labels = torch.full((2,), number)
+        yield Batch(images, labels, torch.ones(2))
     if error is not None:
         raise error
 
@@ -27,31 +28,32 @@ def numbered(num: int, *, error: Exception | None = None) -> Iterator[Batch]:
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
     """What a GPU would be told to do, in order."""
-    found = []
+    log = []
     copies = object()
-    kernels = SimpleNamespace(wait_stream=lambda other: found.append("wait for copies"))
+    kernels = SimpleNamespace(wait_stream=lambda other: log.append("wait for copies"))
 
     @contextlib.contextmanager
     def stream(own) -> Iterator[None]:
         assert own is copies
-        found.append("on the stream of copies")
+        log.append("on the stream of copies")
         yield
-        found.append("on the stream of kernels")
+        log.append("on the stream of kernels")
 
     def copied(batch: Batch, device: torch.device) -> Batch:
-        found.append(f"copy {batch.labels[0]}")
+        log.append(f"copy {batch.labels[0]}")
         return batch
 
+    # Without this the memory of a batch could be given away while kernels still read it.
     def kept(tensor: torch.Tensor, used_by) -> None:
         assert used_by is kernels
-        found.append("keep until its kernels ran")
+        log.append("keep until its kernels ran")
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: copies)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: kernels)
     monkeypatch.setattr(Batch, "to", copied)
     monkeypatch.setattr(torch.Tensor, "record_stream", kept)
-    return found
+    return log
 
 
 def test_kernels_wait_for_their_own_copy_alone(events):
@@ -59,19 +61,26 @@ def test_kernels_wait_for_their_own_copy_alone(events):
     for number in range(2):
         assert int(next(batches).labels[0]) == number
         events.append(f"train on {number}")
+
+        # The next copy runs while the kernels of this batch do.
         batches.prefetch()
+
+    # The second batch waits for its own copy, which was begun before.
     copy = ["on the stream of copies", "copy {}", "on the stream of kernels"]
     use = ["wait for copies", *["keep until its kernels ran"] * 3, "train on {}"]
-    expected = [line.format(0) for line in [*copy, *use]] + [
-        each.format(1) for each in copy
-    ]
-    assert events == expected + [line.format(1) for line in use]
+    expected = []
+    for number in range(2):
+        expected += [line.format(number) for line in copy + use]
+    assert events == expected
 
 
 def test_error_of_the_loader_comes_at_its_own_batch(events):
     """The step before it still ends, and with it its checkpoint and its line in the log."""
-    batches = DeviceBatches(numbered(1, error=RankError("a worker died")), GPU)
+    loader = numbered(1, error=RankError("a worker died"))
+    batches = DeviceBatches(loader, GPU)
     next(batches)
+
+    # The error is met here, and kept.
     batches.prefetch()
     batches.prefetch()
     with pytest.raises(RankError, match="a worker died"):
@@ -84,5 +93,7 @@ def test_cpu_gets_the_batches_themselves_and_none_ahead():
     batches = DeviceBatches(source, CPU)
     batches.prefetch()
     assert next(batches) is given[0]
+
+    # A batch taken ahead would take time from the step, and no copy would run meanwhile.
     batches.prefetch()
     assert next(source) is given[1]

@@ -47,6 +47,7 @@ from vitscale.evaluation.trained_model import InferenceModel, Preprocessing
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
 
+# The stages with a layout of their own: weights as they are, one flat array, and shards.
 LAYOUTS = {0: PlainLayout, 1: FlatLayout, 3: PartitionedLayout}
 
 
@@ -57,6 +58,7 @@ def original_linear() -> Iterator[None]:
     torch.nn.functional.linear = torch._C._nn.linear
 
 
+# Each layout is left once and entered once.
 @rows("""
 - [source, target]
 - [0, 1]
@@ -72,13 +74,14 @@ def test_a_training_goes_on_at_another_stage(world: World, source, target):
 def test_every_rank_resumes_with_what_the_others_read(
     warm_starter: WarmStarter, tmp_path
 ):
-    """Moments without ZeRO, sliced weights, and layers that are not trained."""
+    # The first half ends at one stage, the second begins at another.
     checks = [f"frozen moves from ZeRO {move}" for move in ("0 to 3", "3 to 1")]
     script = [ROOT / "tests/support/engine/engine_checks.py", *checks]
     ranks = warm_starter.start(script, num_ranks=2, folder=tmp_path)
     wait_all(ranks)
     for rank in ranks:
-        assert rank.output().count("passed: ") == len(checks), rank.output()[-3000:]
+        output = rank.output()
+        assert output.count("passed: ") == len(checks), output[-3000:]
 
 
 def test_the_head_of_a_bf16_model_is_in_fp32(world: World):
@@ -97,37 +100,44 @@ def test_a_trained_model_is_evaluated_as_in_training(world: World):
         world=world,
         dtype=torch.bfloat16,
     )
-    assert torch.equal(
-        loaded.forward(IMAGES, "features"), engine.forward(IMAGES, "features")
-    )
-    torch.testing.assert_close(
-        loaded.logits(IMAGES), engine.logits(IMAGES), atol=1e-4, rtol=0
-    )
+
+    # The features come from the layers, the logits from the head.
+    features = loaded.forward(IMAGES, "features")
+    assert torch.equal(features, engine.forward(IMAGES, "features"))
+    logits = loaded.logits(IMAGES)
+    torch.testing.assert_close(logits, engine.logits(IMAGES), atol=1e-4, rtol=0)
 
 
 def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World):
     """Relative to the spread of the logits; autocast keeps weights, norms and residuals in fp32."""
-    arch = ViTSettings(**MODEL | {"depth": 32, "width": 48, "image_size": 32}).resolved(
-        num_classes=7
+    deep = MODEL | {
+        "depth": 32,
+        "width": 48,
+        "image_size": 32,
+    }
+    arch = ViTSettings(**deep).resolved(num_classes=7)
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randint(
+        0, 256, (16, 3, 32, 32), dtype=torch.uint8, generator=generator
     )
-    pixels = torch.Generator().manual_seed(5)
-    images = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8, generator=pixels)
 
     @torch.no_grad()
     def logits(stage, precision):
         model = build_model(arch, seed=0)
-        head = model.head
-        torch.nn.init.normal_(
-            head.weight, std=0.1, generator=torch.Generator().manual_seed(1)
-        )
+
+        # A new head gives zeros, whatever comes before it.
+        generator = torch.Generator().manual_seed(1)
+        torch.nn.init.normal_(model.head.weight, std=0.1, generator=generator)
         machine = Machine(stage=stage, precision=precision)
-        return new_engine("adamw", machine, world, model=model).logits(images).float()
+        engine = new_engine("adamw", machine, world, model=model)
+        return engine.logits(images).float()
 
     exact = logits(0, "fp32")
     spread = (exact - exact.mean(0)).norm()
-    off = [
-        ((logits(stage, "bf16") - exact).norm() / spread).item() for stage in LAYOUTS
-    ]
+    off = []
+    for stage in LAYOUTS:
+        error = logits(stage, "bf16") - exact
+        off.append((error.norm() / spread).item())
     assert 0 < off[0] < 0.03
     assert off[0] < off[1] < 0.06
 
@@ -144,14 +154,19 @@ def test_buffers_are_saved_and_move_with_the_state(world: World, stage):
         model.head.register_buffer("mean", value)
         model.register_buffer("computed", torch.ones(1), persistent=False)
         engines.append(new_engine("adamw", Machine(stage=stage), world, model=model))
-    assert type(engines[0]._layout) is LAYOUTS[stage]
-    state = whole_state(engines[0])
+
+    first, second = engines
+    assert type(first._layout) is LAYOUTS[stage]
+    state = whole_state(first)
     assert state["model.head.mean"].tolist() == [1.5, -2.0]
     assert not any("computed" in name for name in state)
-    moved(*engines)
+
+    # The second one has other values, which the state replaces.
+    moved(first, second)
 
 
 def test_another_release_of_deepspeed_is_refused(world: World, monkeypatch):
+    # Its private parts are used, which another release may have changed.
     monkeypatch.setattr(deepspeed, "__version__", "0.19.9")
     with refused(r"DeepSpeed 0.19.9 is installed.*\n  allowed: deepspeed=="):
         new_engine("adamw", Machine(stage=1), world)
@@ -178,33 +193,43 @@ def test_an_update_asks_little_more_of_the_host_than_a_plain_loop(
 ):
     """In bf16, at the depth of B/16; a group for each layer costs what it costs in torch."""
 
+    model = {
+        "preset": "B/16",
+        "width": 32,
+        "num_heads": 2,
+        "mlp_width": 64,
+        "image_size": 32,
+        "num_classes": 10,
+    }
+
     def task(**optim):
         run = {
             "stage": "pretrain",
             "name": "calls",
             "data": {"path": "none", "global_batch": 2},
-            "model": {"preset": "B/16", "width": 32, "num_heads": 2, "mlp_width": 64}
-            | {"image_size": 32, "num_classes": 10},
+            "model": model,
             "optim": {"lr": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0} | optim,
             "schedule": {"steps": 10},
             "engine": {"precision": "bf16", "zero_stage": stage, "device": "cpu"},
         }
         return Task(run=PretrainRun.model_validate(run), device=world.device)
 
-    (bare, _), (own, by_layers) = counts = [
-        [calls_of(make(task(**optim))) for optim in ({}, {"layer_decay": 0.75})]
-        for make in (
-            partial(BareLoop, precision=precision, compiled=False),
-            partial(EngineLoop, world=world, stage=stage),
-        )
-    ]
-    assert all(each < 1.1 * plain for plain, each in zip(*counts, strict=True)), counts
-    assert by_layers < 1.08 * own, counts
+    def counts(make):
+        """Calls with one rate for all layers, and with one for each."""
+        return [calls_of(make(task(**optim))) for optim in ({}, {"layer_decay": 0.75})]
+
+    plain = counts(partial(BareLoop, precision=precision, compiled=False))
+    ours = counts(partial(EngineLoop, world=world, stage=stage))
+    for num_ours, num_plain in zip(ours, plain, strict=True):
+        assert num_ours < 1.1 * num_plain
+    one_rate, by_layers = ours
+    assert by_layers < 1.08 * one_rate
 
     # Not fused: whether to update is chosen for each tensor.
     for optim in ({"momentum_dtype": "bf16"}, {"name": "lamb"}):
         if stage == 0 or "name" not in optim:
-            assert calls_of(EngineLoop(task(**optim), world, stage=stage)) < 1.55 * bare
+            loop = EngineLoop(task(**optim), world, stage=stage)
+            assert calls_of(loop) < 1.55 * plain[0]
 
 
 def test_autocast_ends_with_its_engine(world: World):
@@ -229,6 +254,8 @@ def test_a_cpu_is_used_beside_gpus(world: World, seen_gpu, stage, precision):
     assert get_accelerator().device_name() == "cuda"
     training = Training("adamw", Machine(stage=stage, precision=precision), world)
     training.train(2)
+
+    # bf16 rounds, fp32 hardly: the CPU computes in the precision asked for.
     right = train_reference("adamw", Machine())
     assert training.result.losses == pytest.approx(right.losses[:2], rel=2e-2)
     state = training.engine.export_state()
@@ -247,24 +274,25 @@ def test_a_loss_that_leaves_out_other_parameters_is_refused(
     def started(unused_by_the_other):
         engine = new_engine("adamw", Machine(stage=stage), world)
         engine._layout._world = two
-        monkeypatch.setattr(
-            deepspeed_parts,
-            "gather_objects",
-            lambda unused: [unused, unused_by_the_other],
-        )
+
+        # Each rank tells the other what its loss does not use.
+        def gather(unused):
+            return [unused, unused_by_the_other]
+
+        monkeypatch.setattr(deepspeed_parts, "gather_objects", gather)
         return engine
 
     engine = started(frozenset({"head.bias"}))
     with refused("does not use head.bias: rank 0 has 0 such .*, rank 1 1"):
         engine.backward(engine.logits(images).sum())
 
+    # A second loss that uses less than the first: no gradient would come for the rest.
     engine = started(frozenset())
     engine.backward(engine.logits(images).sum())
     engine.step()
     engine.logits(images)
-    with pytest.raises(
-        RankError, match=r"the loss does not use blocks\.0\.attn\.proj\.bias"
-    ):
+    message = r"the loss does not use blocks\.0\.attn\.proj\.bias"
+    with pytest.raises(RankError, match=message):
         engine.backward(engine._engine.module.head.bias.sum())
 
 
@@ -275,32 +303,42 @@ def test_a_parameter_that_no_loss_uses_is_decayed_alike(world: World, stage):
     model.register_parameter("unused", torch.nn.Parameter(torch.ones(3, 2)))
     training = Training("adamw", Machine(stage=stage), world, model=model)
     training.train(1)
+
+    # What one step of decoupled decay leaves of ones.
     recipe = TASKS["adamw"].recipe
     kept = 1 - rate_at(0, recipe) * recipe.weight_decay
-    unused = whole_state(training.engine)["model.unused"]
-    assert unused.flatten().tolist() == pytest.approx([kept] * 6)
+    state = whole_state(training.engine)
+    unused = state["model.unused"].flatten()
+    assert unused.tolist() == pytest.approx([kept] * 6)
 
 
 @every(stage="0, 1")
 def test_a_closed_engine_watches_its_model_no_more(world: World, stage):
     """On several ranks it would send its own sums between those of the next engine."""
     model = new_model("adamw")
+    parameters = list(model.parameters())
+
+    # As a rank of two makes them, which watch when each gradient is there.
     with patch.object(gradients.dist, "get_world_size", return_value=2):
         sums = gradients.GradientSums(
-            [list(model.parameters())],
+            [parameters],
             starts=[0],
-            size=sum(each.numel() for each in model.parameters()),
-            forward_order=list(model.parameters()),
+            size=sum(parameter.numel() for parameter in parameters),
+            forward_order=parameters,
             bucket_elements=1,
             sent_as=torch.float32,
             is_last=lambda: True,
         )
     engine = new_engine("adamw", Machine(stage=stage), world, model=model)
-    engine._layout._sums = sums  # of several ranks
-    hooked = [each for each in model.parameters() if each._post_accumulate_grad_hooks]
-    assert hooked
+    engine._layout._sums = sums
+
+    def num_watched():
+        hooks = [parameter._post_accumulate_grad_hooks for parameter in parameters]
+        return sum(map(bool, hooks))
+
+    assert num_watched()
     engine.close()
-    assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
+    assert num_watched() == 0
 
 
 def test_an_update_whose_norm_is_minus_one_is_skipped():

@@ -18,8 +18,12 @@ from vitscale.images.settings import (
     RandAugmentSettings,
 )
 
+# The colour statistics of ImageNet, as timm and torchvision have them.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
+
+# Each policy, with magnitudes that are drawn, published, and the largest; and each other part
+# alone.
 VARIANTS = yaml.safe_load("""
 timm, erasing:
   randaugment: {num_ops: 2, magnitude: 9, policy: timm, magnitude_std: 0.5}
@@ -43,9 +47,9 @@ class Scripted(CounterRandom):
 
 
 def photo(size: int = 48, seed: int = 0) -> torch.Tensor:
-    coarse = (
-        torch.rand(1, 3, 6, 6, generator=torch.Generator().manual_seed(seed)) * 300 - 20
-    )
+    """A smooth picture with flat bright and dark parts, where an overflow shows."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(1, 3, 6, 6, generator=generator) * 300 - 20
     fine = torch.nn.functional.interpolate(coarse, size=(size, size), mode="bicubic")
     return fine.clamp(0, 255).byte()[0]
 
@@ -64,63 +68,69 @@ def run(image: torch.Tensor, settings: AugmentSettings, key: int) -> torch.Tenso
 @settings(max_examples=25, deadline=None)
 def test_any_image_stays_an_image(name, height, width, low, key):
     # Bright images too, on which an overflow would show.
-    levels = np.random.default_rng(key).integers(
-        low, 256, (3, height, width), dtype=np.uint8
-    )
+    shape = (3, height, width)
+    levels = np.random.default_rng(key).integers(low, 256, shape, dtype=np.uint8)
     image = torch.from_numpy(levels)
     before = image.clone()
     chosen = AugmentSettings.model_validate(VARIANTS[name])
     result = run(image, chosen, key)
     assert result.dtype == torch.uint8
     assert result.shape == image.shape
-    assert torch.equal(image, before)
     assert torch.equal(result, run(image, chosen, key)), "not a function of the key"
+
+    # The image given stays as it was, and without settings it is passed on.
+    assert torch.equal(image, before)
     assert run(image, AugmentSettings(), key) is image
 
 
 @every(mode="const, rand, pixel")
 def test_erasing_fills_one_box(mode):
+    # White, so that all else was erased.
     image = torch.full((3, 64, 64), 255, dtype=torch.uint8)
-    options = AugmentSettings(erasing=ErasingSettings(probability=0.25, mode=mode))
-    shares = []
-    values = []
+    erasing = ErasingSettings(probability=0.25, mode=mode)
+    options = AugmentSettings(erasing=erasing)
+    boxes = []
     for key in range(2000):
         erased = run(image, options, key << 20)
-        changed = (erased != 255).any(dim=0)
-        if changed.any():
-            rows = changed.any(dim=1).nonzero()
-            columns = changed.any(dim=0).nonzero()
-            box = erased[
-                :, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1
-            ]
-            shares.append(box[0].numel() / 64**2)
-            values.append(box)
+        rows, columns = (erased != 255).any(dim=0).nonzero(as_tuple=True)
+        if len(rows):
+            bottom = rows.max() + 1
+            right = columns.max() + 1
+            boxes.append(erased[:, rows.min() : bottom, columns.min() : right])
+
+    # A quarter of the images; timm's boxes are 1/50 to 1/3 of the area, before rounding.
+    shares = [box[0].numel() / 64**2 for box in boxes]
     assert len(shares) == pytest.approx(500, rel=0.2)
     assert min(shares) > 0.015
     assert 0.3 < max(shares) < 0.36
 
     # Boxes are filled with the mean, with one draw for all pixels, or with a draw for each.
-    pixels = torch.cat([box.flatten(1) for box in values], dim=1).double()
-    for channel in range(3):
-        assert pixels[channel].mean() == pytest.approx(255 * MEAN[channel], abs=5.0)
+    flat = [box.flatten(1) for box in boxes]
+    pixels = torch.cat(flat, dim=1).double()
+    for levels, mean, std in zip(pixels, MEAN, STD, strict=True):
+        assert levels.mean() == pytest.approx(255 * mean, abs=5.0)
         if mode == "const":
-            assert pixels[channel].unique().tolist() == [round(255 * MEAN[channel])]
+            assert levels.unique().tolist() == [round(255 * mean)]
         if mode == "pixel":
             # Noise is cut off at 0 and 255, which narrows it.
-            assert pixels[channel].std() == pytest.approx(255 * STD[channel], rel=0.05)
-    assert all((box == box[:, :1, :1]).all() for box in values) == (mode != "pixel")
+            assert levels.std() == pytest.approx(255 * std, rel=0.05)
+    are_flat = all((box == box[:, :1, :1]).all() for box in boxes)
+    assert are_flat == (mode != "pixel")
     if mode == "rand":
-        assert len({tuple(box[:, 0, 0].tolist()) for box in values}) > 400
+        colours = {tuple(box[:, 0, 0].tolist()) for box in boxes}
+        assert len(colours) > 400
 
 
 # ---- RandAugment: strengths, and probabilities by counting ---------------------------------------
 
+# timm's names differ from those of the settings, its order does not.
 TIMM_NAMES = dict(zip(TIMM, timm_augment._RAND_INCREASING_TRANSFORMS, strict=True))
 
+
 PHOTO = photo(61, seed=3)[:, :45]  # not square
-NOISE = torch.randint(
-    0, 256, (3, 33, 40), generator=torch.Generator().manual_seed(1)
-).byte()
+SEEDED = torch.Generator().manual_seed(1)
+NOISE = torch.randint(0, 256, (3, 33, 40), generator=SEEDED).byte()
+# Photographs, noise, pictures of a few pixels, and one without any contrast.
 IMAGES = [
     PHOTO,
     photo(224),
@@ -132,25 +142,31 @@ IMAGES = [
 
 
 def timm_operation(name: str, magnitude: float, **hparams) -> timm_augment.AugmentOp:
-    chosen = {"img_mean": (128, 128, 128), **hparams}
     return timm_augment.AugmentOp(
-        TIMM_NAMES[name], 1.0, magnitude=magnitude, hparams=chosen
+        TIMM_NAMES[name],
+        1.0,  # always applied
+        magnitude=magnitude,
+        hparams={"img_mean": (128, 128, 128), **hparams},
     )
 
 
 def off_by(own: torch.Tensor, expected: Image.Image) -> int:
+    """The largest difference of two pictures, in levels."""
     levels = torch.from_numpy(np.array(expected))
-    return int((own.permute(1, 2, 0).int() - levels.int()).abs().max())
+    differences = own.permute(1, 2, 0).int() - levels.int()
+    return int(differences.abs().max())
 
 
 def to_pil(image: torch.Tensor) -> Image.Image:
-    return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    pixels = image.permute(1, 2, 0).contiguous()
+    return Image.fromarray(pixels.numpy())
 
 
 def applied(operation, image: torch.Tensor, *arguments) -> torch.Tensor:
     """An operation on pictures, for a tensor: uint8 [3, H, W] before and after."""
     picture = operation(to_pil(image), *arguments)
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+    levels = torch.from_numpy(np.array(picture))
+    return levels.permute(2, 0, 1)
 
 
 @every(name=TIMM, magnitude="0.0, 3.3, 9.0, 9.9", sign="1, -1")
@@ -158,10 +174,10 @@ def test_timm_policy_equals_timm(name, magnitude, sign, monkeypatch):
     """Equal to one level: machines may round a blend's products differently."""
     monkeypatch.setattr(timm_augment, "_randomly_negate", lambda value: sign * value)
     for kind, share in (("BILINEAR", 0.2), ("BICUBIC", 0.7)):
-        reference = timm_operation(
-            name, magnitude, interpolation=Image.Resampling[kind]
-        )
+        interpolation = Image.Resampling[kind]
+        reference = timm_operation(name, magnitude, interpolation=interpolation)
         for image in IMAGES:
+            # Below a half is the positive sign, and the bilinear resampling.
             drawn = Scripted(0.2 if sign == 1 else 0.7, share)
             own = applied(TIMM[name], image, magnitude, drawn)
             assert off_by(own, reference(to_pil(image))) <= 1
@@ -171,23 +187,31 @@ def test_timm_policy_equals_timm(name, magnitude, sign, monkeypatch):
 def test_fill_and_resampling_are_those_of_timms_training(name, sign, monkeypatch):
     """DeiT: `create_transform` passes its bicubic resize and the mean's colour to RandAugment."""
     monkeypatch.setattr(timm_augment, "_randomly_negate", lambda value: sign * value)
-    hparams = {"img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
-    reference = timm_operation(name, 9, **hparams)
-    wanted = RandAugmentSettings(
-        num_ops=1, magnitude=9, policy="timm", fill="mean", interpolation="bicubic"
+    colour = (124, 116, 104)
+    bicubic = Image.Resampling.BICUBIC
+    reference = timm_operation(name, 9, img_mean=colour, interpolation=bicubic)
+    policy = RandAugmentSettings(
+        num_ops=1,
+        magnitude=9,
+        policy="timm",
+        fill="mean",
+        interpolation="bicubic",
     )
 
     # Which operation, whether it is applied, its magnitude, its sign; no draw for the resampling.
-    drawn = Scripted(
-        (list(TIMM).index(name) + 0.5) / len(TIMM), 0.1, 0.5, 0.5 - sign * 0.3
-    )
-    own = applied(rand_augment, PHOTO, wanted, drawn, MEAN)
+    which = (list(TIMM).index(name) + 0.5) / len(TIMM)
+    drawn = Scripted(which, 0.1, 0.5, 0.5 - sign * 0.3)
+    own = applied(rand_augment, PHOTO, policy, drawn, MEAN)
     assert off_by(own, reference(to_pil(PHOTO))) <= 1
-    uncovered = (own == torch.tensor([124, 116, 104]).view(3, 1, 1)).all(dim=0)
-    assert uncovered.float().mean() > 0.05
     assert not drawn.shares
 
+    # The picture was moved far enough to show the colour.
+    filling = torch.tensor(colour).view(3, 1, 1)
+    uncovered = (own == filling).all(dim=0)
+    assert uncovered.float().mean() > 0.05
 
+
+# Which of the three, drawn as a share.
 @pytest.mark.parametrize(
     ("chosen", "reference"),
     [
@@ -203,13 +227,16 @@ def test_three_augment_equals_pillow(chosen, reference):
         # Factors of brightness, contrast, saturation, and three times which is next.
         drawn = Scripted(chosen, *strength, 0.1, 0.7, 1.0, 0.5, 0.9, 0.0)
         expected = reference(to_pil(image))
+
+        # From 0.7 to 1.3: a tenth, seven tenths and all of that range.
         for enhancer, factor in (
             (ImageEnhance.Contrast, 1.12),
             (ImageEnhance.Color, 1.3),
             (ImageEnhance.Brightness, 0.76),
         ):
             expected = enhancer(expected).enhance(factor)
-        assert off_by(applied(three_augment, image, drawn), expected) == 0
+        own = applied(three_augment, image, drawn)
+        assert off_by(own, expected) == 0
         assert not drawn.shares
 
 
@@ -219,30 +246,43 @@ def _blend(gray: np.ndarray | float, image: np.ndarray, factor: float) -> np.nda
 
 @every(magnitude="0.0, 2.0, 10.0, 15.0, 20.0")
 def test_augreg_levels(magnitude):
+    # By the formulas of big_vision, in floats. Its threshold wraps at 256; 0 bits keep one.
     image = photo(224, seed=5)
     x = image.numpy().astype(np.float64)
     factor = 0.1 + 0.18 * magnitude
     threshold = {0: 0, 2: 51, 10: 0, 15: 128, 20: 0}[int(magnitude)]
     bits = {0: 1, 2: 1, 10: 4, 15: 6, 20: 8}[int(magnitude)]
-    luma = np.round(0.2989 * x[0] + 0.587 * x[1] + 0.114 * x[2])
+    step = 2 ** (8 - bits)
+    brighter = np.minimum(x + int(11 * magnitude), 255)
+
+    # Grey of ITU-R 601.
+    red, green, blue = x
+    luma = np.round(0.2989 * red + 0.587 * green + 0.114 * blue)
+
+    # A kernel of ones with 5 in the middle; the border stays as it is.
+    smooth = x.copy()
+    inner = np.s_[:, 1:-1, 1:-1]
+    window = np.lib.stride_tricks.sliding_window_view(x, (3, 3), axis=(1, 2))
+    sums = window.sum(axis=(3, 4)) + 4 * x[inner]
+    smooth[inner] = sums // 13
     expected = {
         "invert": 255 - x,
-        "posterize": x // 2 ** (8 - bits) * 2 ** (8 - bits),
+        "posterize": x // step * step,
         "solarize": np.where(x < threshold, x, 255 - x),
-        "solarize_add": np.where(x < 128, np.minimum(x + int(11 * magnitude), 255), x),
+        "solarize_add": np.where(x < 128, brighter, x),
         "brightness": _blend(0.0, x, factor),
+        # 224 * 224 pixels in 256 bins.
         "contrast": _blend(196.0, x, factor),
         "color": _blend(luma, x, factor),
+        "sharpness": _blend(smooth, x, factor),
     }
-    smooth = x.copy()
-    window = np.lib.stride_tricks.sliding_window_view(x, (3, 3), axis=(1, 2))
-    smooth[:, 1:-1, 1:-1] = (window.sum(axis=(3, 4)) + 4 * x[:, 1:-1, 1:-1]) // 13
-    expected["sharpness"] = _blend(smooth, x, factor)
     for name, levels in expected.items():
         own = applied(AUGREG[name], image, magnitude, Scripted()).numpy()
 
         # Luma and smoothing may round the other way; what is blended past it grows that by |1 - f|.
-        allowed = 1 + abs(1 - factor) if name in ("color", "sharpness") else 1
+        allowed = 1.0
+        if name in ("color", "sharpness"):
+            allowed += abs(1 - factor)
         assert np.abs(own - levels).max() <= allowed, name
 
 
@@ -250,61 +290,78 @@ def test_augreg_levels(magnitude):
 def test_augreg_geometry_is_nearest_neighbour(sign):
     """Pixel by pixel: centres at whole numbers, sheared about the first, turned about the middle;
     100 pixels and 30 degrees at magnitude 10 (9.7 here: 10 puts every tenth row half way)."""
-    image = photo(130, seed=2).numpy()
-    last = 129
+    size = 130
+    last = size - 1
+    middle = last / 2
+    photograph = photo(size, seed=2)
+    image = photograph.numpy()
     radians = np.deg2rad(29.1 * sign)
     cos = np.cos(radians)
     sin = np.sin(radians)
-    x, y = np.meshgrid(np.arange(130.0), np.arange(130.0))
-    u = x - last / 2
-    v = y - last / 2
-    places = {
+    positions = np.arange(float(size))
+    x, y = np.meshgrid(positions, positions)
+    u = x - middle
+    v = y - middle
+
+    # Where each pixel of the result comes from: column and row.
+    sources = {
         "shear_x": (x + 0.291 * sign * y, y),
         "shear_y": (x, y + 0.291 * sign * x),
         "translate_x": (x + 97 * sign, y),
         "translate_y": (x, y + 97 * sign),
-        "rotate": (cos * u - sin * v + last / 2, sin * u + cos * v + last / 2),
+        "rotate": (
+            cos * u - sin * v + middle,
+            sin * u + cos * v + middle,
+        ),
     }
-    for name, (column, row) in places.items():
-        column = np.floor(column + 0.5)
-        row = np.floor(row + 0.5)
+    for name, source in sources.items():
+        column, row = (np.floor(values + 0.5).astype(int) for values in source)
         inside = (column >= 0) & (column <= last) & (row >= 0) & (row <= last)
         expected = np.full_like(image, 128)
-        expected[:, inside] = image[
-            :, row[inside].astype(int), column[inside].astype(int)
-        ]
+        expected[:, inside] = image[:, row[inside], column[inside]]
         drawn = Scripted(0.2 if sign == 1 else 0.7)
-        own = applied(AUGREG[name], torch.from_numpy(image), 9.7, drawn)
+        own = applied(AUGREG[name], photograph, 9.7, drawn)
 
         # Pillow counts in 1/65536 pixels, so that places half way between two may go either way.
-        assert (own.numpy() != expected).any(axis=0).mean() < 0.01, name
+        differs = (own.numpy() != expected).any(axis=0)
+        assert differs.mean() < 0.01, name
+
     for name in ("translate_x", "translate_y"):  # by 200 pixels: nothing is left
         drawn = Scripted(0.2 * sign % 1)
-        own = applied(AUGREG[name], torch.from_numpy(image), 20.0, drawn)
+        own = applied(AUGREG[name], photograph, 20.0, drawn)
         assert (own == 128).all()
 
 
 def test_augreg_cutout_is_a_gray_square():
     image = torch.zeros(3, 224, 224, dtype=torch.uint8)
-    inner = applied(AUGREG["cutout"], image, 10.0, Scripted(0.5, 0.5))
-    assert (inner == 128).sum() == 3 * 80 * 80
-    corner = applied(AUGREG["cutout"], image, 10.0, Scripted(0.0, 0.0))
-    assert (corner == 128).sum() == 3 * 40 * 40
-    assert (corner[:, :40, :40] == 128).all()
+
+    def cut_out(*shares: float) -> torch.Tensor:
+        """Where the square is, if row and column are drawn at these shares of the sides."""
+        own = applied(AUGREG["cutout"], image, 10.0, Scripted(*shares))
+        return own == 128
+
+    # 40 pixels to each side of its middle, in every channel; less at the border.
+    assert cut_out(0.5, 0.5).sum() == 3 * 80 * 80
+    corner = cut_out(0.0, 0.0)
+    assert corner.sum() == 3 * 40 * 40
+    assert corner[:, :40, :40].all()
+
     # The row is drawn before the column.
-    above = applied(AUGREG["cutout"], image, 10.0, Scripted(0.0, 0.5))
-    assert (above == 128).sum() == 3 * 40 * 80
-    assert (above[:, :40, 72:152] == 128).all()
+    above = cut_out(0.0, 0.5)
+    assert above.sum() == 3 * 40 * 80
+    assert above[:, :40, 72:152].all()
 
 
 @every(name=["timm, erasing", "augreg", "three"])
 def test_an_image_gets_what_its_settings_name(name):
     """Its channels and its rows stay where they are, and what is drawn is used."""
-    chosen = AugmentSettings.model_validate(VARIANTS[name]).model_copy(
-        update={"erasing": None}
-    )
+    chosen = AugmentSettings.model_validate(VARIANTS[name])
+
+    # Erasing, which works on tensors, has a test of its own.
+    chosen = chosen.model_copy(update={"erasing": None})
     num_changed = 0
     for key in range(30):
+        # The operations themselves, one after the other, with one stream of numbers.
         random = CounterRandom(key)
         expected = PHOTO
         if chosen.randaugment is not None:
@@ -314,4 +371,6 @@ def test_an_image_gets_what_its_settings_name(name):
             expected = applied(three_augment, expected, random)
         assert torch.equal(run(PHOTO, chosen, key), expected)
         num_changed += not torch.equal(expected, PHOTO)
+
+    # Some draws change nothing; most do.
     assert num_changed > 10
