@@ -35,6 +35,8 @@ def test_table_lists_the_state_of_each_optimizer(name, momentum_dtype):
     state = dict(optimizer.state[weight])
     state.pop("step", None)
     assert tuple(state) == OPTIMIZERS[name].state_names
+
+    # Estimates of memory multiply this by the size of the model.
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     assert num_bytes / weight.numel() == settings.state_bytes_per_parameter
 
@@ -60,7 +62,10 @@ def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps():
     random = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.ones(5, 3))
     optimizer = Bf16MomentumAdamW(
-        [weight], lr=1e-2, betas=(beta1, beta2), weight_decay=0.1
+        [weight],
+        lr=1e-2,
+        betas=(beta1, beta2),
+        weight_decay=0.1,
     )
     slow = torch.ones(5, 3).double()
     mean = torch.zeros(5, 3)
@@ -87,9 +92,10 @@ def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps():
 
 @every(kind=MaskedOptimizer.__subclasses__())
 def test_found_inf_changes_nothing_and_grad_scale_divides(kind):
-    """As the guard asks for; the very first update may be a skipped one."""
     scaled = torch.nn.Parameter(torch.ones(5, 3))
     divided = torch.nn.Parameter(torch.ones(5, 3))
+
+    # With a large eps a gradient that was not divided would give another step.
     options = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1.0}
     first = kind([scaled], **options)
     second = kind([divided], **options)
@@ -112,6 +118,7 @@ def test_found_inf_changes_nothing_and_grad_scale_divides(kind):
         first.found_inf = torch.tensor(0.0)
         first.step()
         second.step()
+    # The two have taken steps at all.
     assert torch.equal(scaled, divided)
     assert not torch.equal(scaled, torch.ones(5, 3))
 
