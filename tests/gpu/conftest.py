@@ -28,7 +28,11 @@ def device() -> str:
 def world(device: str) -> Iterator[World]:
     with (
         mock.patch.dict(os.environ),
-        process_group(device=device, timeout_min=5, num_threads=1) as joined,
+        process_group(
+            device=device,
+            timeout_min=5,
+            num_threads=1,
+        ) as joined,
     ):
         # What an earlier test has left on the device would count as memory of this one.
         start_afresh(joined.device)

@@ -48,7 +48,11 @@ LONG = 3_000_000_000
 
 def task(world: World, *, batch: int = 32, model=SMALL, **sections) -> Task:
     """A training on random images; `engine`: its precision and whether it is compiled."""
-    engine = {"device": world.device.type, "compile": False, "max_micro_batch": batch}
+    engine = {
+        "device": world.device.type,
+        "compile": False,
+        "max_micro_batch": batch,
+    }
     values = {
         "stage": "pretrain",
         "name": "gpu",
@@ -203,7 +207,11 @@ def test_a_task_that_sees_one_gpu_uses_it(device, monkeypatch):
     }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    with process_group(device=device, timeout_min=5, num_threads=1) as world:
+    with process_group(
+        device=device,
+        timeout_min=5,
+        num_threads=1,
+    ) as world:
         for stage in (0, 1, 3):
             loop = EngineLoop(task(world), world, stage=stage)
             losses(loop, 0, 2)

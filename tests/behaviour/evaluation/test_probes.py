@@ -262,7 +262,12 @@ def clusters(*, name: str, width: int = 5):
 
 
 def probe(**settings) -> LinearHeads:
-    chosen = {"learning_rates": RATES, "steps": 60, "batch": 32, **settings}
+    chosen = {
+        "learning_rates": RATES,
+        "steps": 60,
+        "batch": 32,
+        **settings,
+    }
     return LinearHeads(LinearHeadsSettings(**chosen))
 
 
@@ -336,7 +341,11 @@ def test_heads_equal_torch_sgd():
     labels = torch.arange(40) % 3
     # A rank may hold its rows in any order.
     order = np.random.default_rng(0).permutation(40)
-    rows = Features(samples=order, values_ND=values[order], labels_N=labels[order])
+    rows = Features(
+        samples=order,
+        values_ND=values[order],
+        labels_N=labels[order],
+    )
     options = {
         "chosen": CHOSEN,
         "num_classes": 3,

@@ -86,8 +86,16 @@ def evaluation(init: Path, shards: Path, evaluate: list[Values], **data) -> Eval
     values = yaml.safe_load(
         "{name: x, tracking: {uri: null}, compute: {device: cpu, batch: 4}}"
     )
-    values |= {"init": str(init), "output": f"{init}-results", "evaluate": evaluate}
-    values["data"] = {"path": str(shards), "num_workers": 0, **data}
+    values |= {
+        "init": str(init),
+        "output": f"{init}-results",
+        "evaluate": evaluate,
+    }
+    values["data"] = {
+        "path": str(shards),
+        "num_workers": 0,
+        **data,
+    }
     return EvaluateRun.model_validate(values)
 
 
@@ -490,7 +498,13 @@ SETTINGS = """
 
 @rows(SETTINGS)
 def test_a_run_is_evaluated_on_the_images_it_was_evaluated_on(
-    shards, mixed_in, tmp_path, data, bank, images, split
+    shards,
+    mixed_in,
+    tmp_path,
+    data,
+    bank,
+    images,
+    split,
 ):
     keys = tmp_path / "keys.txt"
     keys.write_text("\n".join(keys_of("3 7 8", "train")))
@@ -499,7 +513,12 @@ def test_a_run_is_evaluated_on_the_images_it_was_evaluated_on(
         data = {"only_keys": str(keys)}
     if "mixture" in data:
         data = {"mixture": [{"path": str(mixed_in), "share": 0.1}]}
-    data = {"path": str(shards), "train_split": "train", "val_split": "test", **data}
+    data = {
+        "path": str(shards),
+        "train_split": "train",
+        "val_split": "test",
+        **data,
+    }
     evaluate = [{"name": "knn", "every_steps": 5}, {"name": "classification"}]
     run = run_folder(tmp_path / "base", data=data, evaluate=evaluate)
 
@@ -553,7 +572,11 @@ def test_shots_are_at_least_one_image(shots):
 
 @pytest.mark.parametrize("is_job", [False, True])
 def test_an_evaluated_checkpoint_is_a_model_of_mlflow(
-    tmp_path, mlflow_database, monkeypatch, capsys, is_job
+    tmp_path,
+    mlflow_database,
+    monkeypatch,
+    capsys,
+    is_job,
 ):
     """With the metrics of the evaluation, and the training as its source; the run has each once."""
     from mlflow.tracking import MlflowClient

@@ -79,7 +79,11 @@ def test_npz_is_read_by_timm_and_here(tmp_path, settings, options):
     assert off_by(open_model(path).network, loaded) < 1e-4
 
 
-EVERYTHING = {"gelu": "erf", "layer_norm_eps": 1e-5, "class_position": False}
+EVERYTHING = {
+    "gelu": "erf",
+    "layer_norm_eps": 1e-5,
+    "class_position": False,
+}
 
 
 @every(settings=[EVERYTHING, {"representation_layer": True}, {"num_classes": 0}])
@@ -88,7 +92,11 @@ def test_exported_folders_are_read_back_as_they_are(tmp_path, settings, to):
     """With everything that weights do not show: GELU, epsilon, heads, preprocessing, names."""
     how = {"mean": (0.1, 0.2, 0.3), "eval_resize": "center_crop"}
     classes = None if "num_classes" in settings else tuple("vwxyz")
-    loaded = small_model(classes=classes, preprocessing=how, **settings)
+    loaded = small_model(
+        classes=classes,
+        preprocessing=how,
+        **settings,
+    )
 
     # Files of a temporary folder are for the owner alone; a group should read an export.
     umask = os.umask(0o027)
@@ -302,7 +310,11 @@ PHOTO = photograph(250, 187)
 
 def own_pixels(how: Values, data: bytes) -> torch.Tensor:
     """Levels [3, S, S] as evaluations see them."""
-    settings = DataSettings(path="x", global_batch=1, **how)
+    settings = DataSettings(
+        path="x",
+        global_batch=1,
+        **how,
+    )
     out = torch.empty(3, SIDE, SIDE, dtype=torch.uint8)
     EvaluationResize(settings, image_size=SIDE)(data, out)
     return out.float()
@@ -341,7 +353,11 @@ def timm_pixels(folder: Path, image: Image.Image) -> torch.Tensor:
 """)
 def test_timm_makes_the_same_pixels(tmp_path, resize, interpolation):
     """A crop on noise, where half a pixel of shift changes every value; else a photo squashed."""
-    how = {"mean": MEAN, "std": STD, "eval_interpolation": interpolation} | resize
+    how = {
+        "mean": MEAN,
+        "std": STD,
+        "eval_interpolation": interpolation,
+    } | resize
     folder = exported(tmp_path / "out", "timm", how)
     kind = resize.get("eval_resize", "squash")
     stored = open_model(str(folder)).preprocessing
@@ -379,7 +395,11 @@ def test_transformers_sees_the_pixels_of_timm(tmp_path, to, resize):
     assert (pixels - reference).abs().max() <= 1
     if to == "huggingface":
         (_, side), *_ = processor.size
-        shown = {"squash": "", "center_crop": "short side", "squash_crop": "square of"}
+        shown = {
+            "squash": "",
+            "center_crop": "short side",
+            "squash_crop": "square of",
+        }
         card = (folder / "README.md").read_text()
         assert re.search(f"{shown[resize]}.* {side} (x {side} )?px .bicubic.", card)
 
@@ -419,7 +439,11 @@ def test_the_card_has_the_whole_code_for_one_photograph(
 - [squash_crop_down, bicubic]
 """)
 def test_the_card_of_a_graph_makes_its_pixels_with_pillow(
-    tmp_path, monkeypatch, capsys, resize, interpolation
+    tmp_path,
+    monkeypatch,
+    capsys,
+    resize,
+    interpolation,
 ):
     """As the model's own preprocessing does, whose logits are then the same."""
     how = {

@@ -285,7 +285,11 @@ def test_the_documentation_lists_the_pictures() -> None:
 
 
 def visualized(*images: Path, **values: Any) -> Visualized:
-    run = VisualizeRun(init="x", images=tuple(map(str, images)), **values)
+    run = VisualizeRun(
+        init="x",
+        images=tuple(map(str, images)),
+        **values,
+    )
     return Visualized(run, small_model(), WORLD)
 
 

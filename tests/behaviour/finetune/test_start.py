@@ -219,7 +219,11 @@ def test_a_head_of_a_run_is_kept_by_name(shards: Path, tmp_path: Path) -> None:
 - [[cat, dog], {representation_layer: true}, false]
 """)
 def test_by_default_a_head_is_kept_for_the_same_classes(
-    shards: Path, tmp_path: Path, classes: list[str], changes: Values, is_kept: bool
+    shards: Path,
+    tmp_path: Path,
+    classes: list[str],
+    changes: Values,
+    is_kept: bool,
 ) -> None:
     source = write_run(tmp_path / "run", shards, classes=tuple(classes))
     # Without a class token the tensors would not fit, and the head would not matter.
@@ -238,7 +242,12 @@ def test_by_default_a_head_is_kept_for_the_same_classes(
 
 def test_misfits_name_the_keys_that_would_fit(tmp_path: Path) -> None:
     path = tmp_path / "model.npz"
-    changes = {"pool": "gap", "pool_norm": True, "layer_scale": 0.1, "mlp_width": 24}
+    changes = {
+        "pool": "gap",
+        "pool_norm": True,
+        "layer_scale": 0.1,
+        "mlp_width": 24,
+    }
     tensors = network(4, **changes).state_dict()
     np.savez(path, **{name: value.numpy() for name, value in tensors.items()})
     with refused("tensors do not fit") as caught:
@@ -294,7 +303,11 @@ def kept(
     target: tuple[str, ...],
     keep: Any = "slice",
 ) -> tuple[dict[str, torch.Tensor], str]:
-    given = Weights(tensors=weights, classes=source, where="there")
+    given = Weights(
+        tensors=weights,
+        classes=source,
+        where="there",
+    )
     changed, (line,) = with_head(given, target, keep=keep)
     return changed.tensors, line
 

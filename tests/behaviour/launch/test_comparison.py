@@ -77,7 +77,12 @@ def logged(*metrics: dict[str, float], label: str = "a", **params: str) -> Compa
         Row(step=step, time=float(step), metrics=of_step)
         for step, of_step in enumerate(metrics, 1)
     )
-    return ComparedRun(label=label, source=label, params=params, rows=rows)
+    return ComparedRun(
+        label=label,
+        source=label,
+        params=params,
+        rows=rows,
+    )
 
 
 # ---- budgets and metrics ----------------------------------------------------------------------
@@ -245,7 +250,13 @@ def test_waits_between_attempts_are_no_hours(tmp_path: Path) -> None:
     # Hours of steps 1 to 4; they are counted from the first line of the journal on.
     times = {1: 1.0, 2: 2.0, 3: 5.5, 4: 7.0}
     rows = tuple(Row(step=s, time=t * HOUR, metrics={}) for s, t in times.items())
-    compared = ComparedRun(label="", source="", params={}, rows=rows, folder=tmp_path)
+    compared = ComparedRun(
+        label="",
+        source="",
+        params={},
+        rows=rows,
+        folder=tmp_path,
+    )
     assert compared.totals["hours"] == pytest.approx([0.0, 1.0, 1.5, 3.0])
     assert compared.totals.keys() == {"steps", "hours"}
 
@@ -330,7 +341,11 @@ def test_runs_of_a_chain_vary_in_its_keys() -> None:
                 f"{tags}.a.seed": text,
             }
             # Weights and seed follow from the share.
-            params = {"init": f"runs/{text}", "seed": text, **chain}
+            params = {
+                "init": f"runs/{text}",
+                "seed": text,
+                **chain,
+            }
             runs.append(run(f"{stage}-{text}", [percent / 100], **params))
             expected.append({"a.first_percent": text, "stage": stage})
     assert varied_settings(runs) == expected
@@ -610,9 +625,18 @@ def test_evaluations_have_no_length() -> None:
     """That of external weights is at step 0, where no training has anything."""
 
     def evaluated(label: str, step: int, top1: float) -> ComparedRun:
-        row = Row(step=step, time=1.0, metrics={"val/top1": top1})
+        row = Row(
+            step=step,
+            time=1.0,
+            metrics={"val/top1": top1},
+        )
         params = {"stage": "evaluate"}
-        return ComparedRun(label=label, source=label, params=params, rows=(row,))
+        return ComparedRun(
+            label=label,
+            source=label,
+            params=params,
+            rows=(row,),
+        )
 
     trained = [run("a", [0.5, 0.6]), run("b", [0.5, 0.7])]
     outside = evaluated("hub", 0, 0.9)

@@ -37,7 +37,11 @@ optim: {lr: 0.001}
 schedule: {steps: 100, warmup_steps: 10}
 launch: {cpus_per_task: 3}
 """)
-DATA = {"path": "shards", "global_batch": 4, "val_split": None}
+DATA = {
+    "path": "shards",
+    "global_batch": 4,
+    "val_split": None,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +59,11 @@ def checked(*, data: Values | None = None, **changes) -> dict[str, Check]:
 
 def plan(**changes) -> dict[str, str]:
     """The plan of a run whose shards this machine does not see."""
-    data = {"path": "elsewhere", "global_batch": 64, "planned_num_samples": 1000}
+    data = {
+        "path": "elsewhere",
+        "global_batch": 64,
+        "planned_num_samples": 1000,
+    }
     model = {"preset": "Ti/16", "num_classes": 10}
     values = SECTIONS | {"data": data, "model": model} | changes
     return dict(plan_rows(PretrainRun.model_validate(values)))
@@ -142,7 +150,12 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path):
     )
 
     # Of 16 images 12 are taken and 3 of them held out; two times 20 from elsewhere are added.
-    other = write_shard_folder(tmp_path / "o", num_per_class=10, num_shards=1, seed=1)
+    other = write_shard_folder(
+        tmp_path / "o",
+        num_per_class=10,
+        num_shards=1,
+        seed=1,
+    )
     mixture = [{"path": str(other), "share": 0.25}, {"path": str(other), "share": 0.25}]
     data |= {
         "dev_percent": 25.0,
@@ -220,7 +233,11 @@ def test_a_share_that_cannot_be_divided_well_is_a_warning(batch, tasks, nodes, p
 def test_a_plan_that_fails_hides_no_other_error():
     schedule = {"steps": 5, "warmup_steps": 10}
     model = {"preset": "Ti/16", "num_classes": 9}
-    values = SECTIONS | {"data": DATA, "schedule": schedule, "model": model}
+    values = SECTIONS | {
+        "data": DATA,
+        "schedule": schedule,
+        "model": model,
+    }
     run = PretrainRun.model_validate(values)
     assert "\nerror       schedule.warmup_steps: 10 warm-up steps" in describe(run)
 
@@ -288,7 +305,13 @@ UNFIT = """
 
 
 @rows(UNFIT)
-def test_what_does_not_fit_is_named(folder, changes, row, result, expected):
+def test_what_does_not_fit_is_named(
+    folder,
+    changes,
+    row,
+    result,
+    expected,
+):
     # A file where the run's folder would be.
     (folder.parent / "file").touch()
     check = checked(**changes)[row]
@@ -331,7 +354,11 @@ def test_missing_data_may_be_planned_and_weights_written_later():
 - [evaluate, {init: shards, evaluate: [{name: knn}], data: {train_split: lost}}, no split 'lost']
 """)
 def test_what_this_machine_lacks_is_found_before_a_start(
-    folder, monkeypatch, stage, changes, message
+    folder,
+    monkeypatch,
+    stage,
+    changes,
+    message,
 ):
     """And nothing is written."""
     monkeypatch.setattr("launch.planning.dry_run.has_gpu", lambda: False)
@@ -339,8 +366,16 @@ def test_what_this_machine_lacks_is_found_before_a_start(
     data = changes.get("data", {})
     values = SECTIONS | changes | {"data": DATA | data}
     if stage == "evaluate":
-        values = {"name": "x", "evaluate": [{"name": "classification"}], **changes}
-        values["data"] = {"path": "shards", "val_split": "train", **data}
+        values = {
+            "name": "x",
+            "evaluate": [{"name": "classification"}],
+            **changes,
+        }
+        values["data"] = {
+            "path": "shards",
+            "val_split": "train",
+            **data,
+        }
     run = RUN_TYPES[stage].model_validate(values)
 
     before = sorted(folder.parent.rglob("*"))

@@ -269,7 +269,12 @@ def seen_by_sbatch(tmp_path, monkeypatch) -> Iterator[Submit]:
         folder = tmp_path / "job"
         folder.mkdir(exist_ok=True)
         job = StageJob(script="main.py", config="config.yaml")
-        submit_to_slurm(job, launch=launch, name="x", folder=folder)
+        submit_to_slurm(
+            job,
+            launch=launch,
+            name="x",
+            folder=folder,
+        )
         lines = seen.read_text().splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
 

@@ -77,7 +77,12 @@ KILLED = "srun: error: n2: task 1: Killed"
 
 
 def end_of(
-    lines: str, folder: Path, *, code: int = 1, attempt: str = ATTEMPT, **fields: str
+    lines: str,
+    folder: Path,
+    *,
+    code: int = 1,
+    attempt: str = ATTEMPT,
+    **fields: str,
 ) -> Outcome:
     """How the attempt ended; fields: what SLURM says of the job."""
     return classify(
@@ -159,7 +164,12 @@ REPORTS = {
 - [[], [], other, null, srun was ended by SIGKILL]
 """)
 def test_the_cause_is_what_the_best_report_says(
-    tmp_path, errors, reports, kind, node, reason
+    tmp_path,
+    errors,
+    reports,
+    kind,
+    node,
+    reason,
 ):
     record_failure(tmp_path, replace(ERROR, attempt="17/0"))  # of another attempt
     lines = ["srun: got SIGCONT", *(f"srun: error: {error}" for error in errors)]
@@ -194,7 +204,13 @@ def test_the_cause_is_what_the_best_report_says(
   - "sh: 1: exec: /env/python: No such file or directory"
 - [17_1_log.out, 2, "error: /env/python: No such file or directory", null]
 """)
-def test_a_node_without_python_is_blamed(tmp_path, log, code, last, why):
+def test_a_node_without_python_is_blamed(
+    tmp_path,
+    log,
+    code,
+    last,
+    why,
+):
     line = f"srun: error: n2: task 1: Exited with exit code {code}"
     path = tmp_path / log
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +264,13 @@ def test_slurm_and_stops_are_told_apart(tmp_path):
     stopped = "srun: error: n1: task 0: Exited with exit code 75"
 
     def end(code: int = 75, lines: str = stopped, **fields: str) -> Outcome:
-        return end_of(lines, tmp_path, code=code, attempt="", **fields)
+        return end_of(
+            lines,
+            tmp_path,
+            code=code,
+            attempt="",
+            **fields,
+        )
 
     for state in ("COMPLETING", "CANCELLED"):
         by_slurm = end(JobState=state, Reason="None")
@@ -260,10 +282,18 @@ def test_slurm_and_stops_are_told_apart(tmp_path):
 
     # The signal is asked for 30 s before the limit, and SLURM may send it a minute earlier.
     near = str(int(time.time()) + 60)
-    limit = end(JobState="COMPLETING", Reason="TimeLimit", EndTime=near)
+    limit = end(
+        JobState="COMPLETING",
+        Reason="TimeLimit",
+        EndTime=near,
+    )
     assert limit.reason == "stopped by a signal: the time limit is near"
 
-    preempted = end(JobState="RUNNING", PreemptTime="1795371188", EndTime=near)
+    preempted = end(
+        JobState="RUNNING",
+        PreemptTime="1795371188",
+        EndTime=near,
+    )
     assert preempted.reason == "stopped by a signal: preempted"
 
     far = end(JobState="RUNNING", EndTime=str(int(near) + 600))
@@ -430,7 +460,14 @@ def follows(tmp_path, monkeypatch, capsys):
         # Names of nodes are expanded; these have no brackets.
         return arguments[-1] if "hostnames" in arguments else fields
 
-    def finish(folder, line, *, restart=0, job="17", code=137):
+    def finish(
+        folder,
+        line,
+        *,
+        restart=0,
+        job="17",
+        code=137,
+    ):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
         options = argparse.Namespace(
             run_folder=tmp_path / folder,
@@ -520,7 +557,11 @@ def begin(folder: Path, *, restart: int = 0) -> Attempt:
 
 
 def log(folder: Path, step: int) -> None:
-    row = {"step": step, "time": 1e9 + step, "train/loss": 1.0}
+    row = {
+        "step": step,
+        "time": 1e9 + step,
+        "train/loss": 1.0,
+    }
     with open(folder / "journal.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
 

@@ -57,9 +57,17 @@ class RunFolder:
     def log(self, step: int, *, ago: float = 10.0, **metrics: float) -> None:
         """The end of an interval, of a training of 100 steps that has started a minute ago."""
         if read_start(self.folder) is None:
-            facts = {"time": NOW - 60, "first_step": 0, "total_steps": 100}
+            facts = {
+                "time": NOW - 60,
+                "first_step": 0,
+                "total_steps": 100,
+            }
             append_event(self.folder, STARTED, facts)
-        row = Row(step=step, time=NOW - ago, metrics={"train/loss": 1.25, **metrics})
+        row = Row(
+            step=step,
+            time=NOW - ago,
+            metrics={"train/loss": 1.25, **metrics},
+        )
         with open(self.folder / "journal.jsonl", "ab") as file:
             file.write(encode(row))
 
@@ -74,7 +82,11 @@ class RunFolder:
             "started": NOW - 60,
         }
         if ending:
-            values |= {"ended": NOW, "ending": ending, "reason": "why"}
+            values |= {
+                "ended": NOW,
+                "ending": ending,
+                "reason": "why",
+            }
         append_event(self.folder, ATTEMPT, values | more)
 
     def checkpoint(self, step: int) -> None:
@@ -203,7 +215,11 @@ def test_a_training_of_another_launcher_has_failed(run: RunFolder):
     assert read_state(run.folder, []).state is RunState.STOPPED
 
     # No attempt has recorded an end: what a rank has recorded is all there is.
-    failure = {"kind": "storage", "what": "the disk is full", "step": 4}
+    failure = {
+        "kind": "storage",
+        "what": "the disk is full",
+        "step": 4,
+    }
     append_event(run.folder, FAILED, failure)
     assert ": the disk is full (storage, step 4)" in run.line()
 
@@ -382,7 +398,11 @@ def test_slurm_has_no_reason_without_advice():
 
 @lines(ENDS)
 def test_an_end_that_no_attempt_has_recorded_is_explained(
-    run: RunFolder, attempt, state, reason, line
+    run: RunFolder,
+    attempt,
+    state,
+    reason,
+    line,
 ):
     ending = attempt.removesuffix(" requeued").replace("open", "")
     requeued = {"is_requeued": True} if "requeued" in attempt else {}
@@ -408,7 +428,11 @@ def test_clocks_that_differ_change_no_age(run: RunFolder, here_ahead, node_ahead
     # The node writes records with its clock; who looks has another one.
     began = NOW - 60 + node_ahead
     run.attempt(None, started=began)
-    facts = {"time": began, "first_step": 0, "total_steps": 100}
+    facts = {
+        "time": began,
+        "first_step": 0,
+        "total_steps": 100,
+    }
     append_event(run.folder, STARTED, facts)
     run.log(1, ago=50 - node_ahead)
     run.log(41, ago=10 - node_ahead)
@@ -420,7 +444,12 @@ def test_clocks_that_differ_change_no_age(run: RunFolder, here_ahead, node_ahead
     assert "0:00:00" not in line
 
     # What squeue says is measured against its own clock, `seen`.
-    queued = job("PENDING", reason="Resources", submitted=NOW - 60, seen=NOW)
+    queued = job(
+        "PENDING",
+        reason="Resources",
+        submitted=NOW - 60,
+        seen=NOW,
+    )
     line = line_of(read_state(run.folder, [queued]), now=NOW + here_ahead)
     assert "(0:01:00)" in line
 
@@ -593,7 +622,11 @@ EXCLUSIONS = """
 
 @rows(EXCLUSIONS)
 def test_a_node_is_excluded_if_enough_others_are_up(
-    monkeypatch, up, before, fewest, excluded
+    monkeypatch,
+    up,
+    before,
+    fewest,
+    excluded,
 ):
     """Else the job, which had two nodes, would wait for ever."""
     asked = []
@@ -694,7 +727,11 @@ before    | done open | yes
 after     | done      | yes
 """)
 def test_slurm_is_asked_only_for_runs_without_an_end(
-    submitted, endings, asks, squeue, tmp_path
+    submitted,
+    endings,
+    asks,
+    squeue,
+    tmp_path,
 ):
     folder = logged_run(tmp_path / "run")
     for ending in endings.split():

@@ -214,7 +214,11 @@ def timm_folder(folder: Path, config: Values, *, is_old: bool) -> Path:
     content = {"pretrained_cfg": config}
     if is_old:
         content = {**config, "labels": ["cat", "dog", "eel"]}
-    content |= {"architecture": TINY, "num_classes": 3, "model_args": SMALL}
+    content |= {
+        "architecture": TINY,
+        "num_classes": 3,
+        "model_args": SMALL,
+    }
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content))
     save_file(tiny_weights(), folder / "model.safetensors")
@@ -223,7 +227,11 @@ def timm_folder(folder: Path, config: Values, *, is_old: bool) -> Path:
 
 SMALL_ARGUMENTS = {key: SMALL[key] for key in ("embed_dim", "depth", "num_heads")}
 # The same model as one of timm's, where it would be read as our own ViT.
-AS_TIMM = TimmSettings(model=TINY, image_size=SIDE, arguments=SMALL_ARGUMENTS)
+AS_TIMM = TimmSettings(
+    model=TINY,
+    image_size=SIDE,
+    arguments=SMALL_ARGUMENTS,
+)
 
 
 @every(config=CONFIGS, is_old="false, true")
@@ -319,7 +327,11 @@ def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
         del built["img_size"]
         if arguments["gp"]:
             built["global_pool"] = arguments["gp"]
-        chosen = TimmSettings(model=TINY, image_size=SIDE, arguments=built)
+        chosen = TimmSettings(
+            model=TINY,
+            image_size=SIDE,
+            arguments=built,
+        )
 
     ours = open_model(str(path), model=chosen)
     assert "assumed" not in ours.source

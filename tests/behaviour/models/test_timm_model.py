@@ -36,7 +36,11 @@ SIZE = 64
 
 
 def built(name: str, *, seed: int = 0, num_classes: int = 5, **values) -> TimmModel:
-    values = {"image_size": SIZE, "head_std": 0.1, **values}
+    values = {
+        "image_size": SIZE,
+        "head_std": 0.1,
+        **values,
+    }
     settings = TimmSettings(model=name, **values)
     return build_model(settings.resolved(num_classes=num_classes), seed=seed)
 
@@ -214,7 +218,11 @@ def test_what_timm_saved_is_read(tmp_path):
     theirs = plain("test_convnext")
     save_for_hf(theirs, tmp_path)
     folder = open_model(str(tmp_path))
-    asked = TimmSettings(name="timm", model="test_convnext", image_size=SIZE)
+    asked = TimmSettings(
+        name="timm",
+        model="test_convnext",
+        image_size=SIZE,
+    )
     file = open_model(str(tmp_path / "pytorch_model.bin"), model=asked)
 
     # The folder says for which size it was trained.
@@ -283,7 +291,12 @@ def test_transfer_keeps_all_but_the_classifier(tmp_path):
 @every(name="test_vit, test_vit2, vit_tiny_patch16_224")
 def test_patches_of_another_size_are_resized_only_if_asked(tmp_path, name):
     """As of the family vit. timm's own reader resizes them unasked."""
-    source = timm.create_model(name, img_size=SIZE, num_classes=5, patch_size=16)
+    source = timm.create_model(
+        name,
+        img_size=SIZE,
+        num_classes=5,
+        patch_size=16,
+    )
     path = tmp_path / "model.safetensors"
     save_file(source.state_dict(), path)
     smaller = {"patch_size": 8}
@@ -292,7 +305,11 @@ def test_patches_of_another_size_are_resized_only_if_asked(tmp_path, name):
     # A resized patch embedding is an approximation, so nothing resizes it unasked.
     with refused(r"8, 8\), checkpoint .*16, 16\)(?s:.*)init_patch=resize"):
         load(target, source)
-    chosen = TimmSettings(model=name, image_size=SIZE, arguments=smaller)
+    chosen = TimmSettings(
+        model=name,
+        image_size=SIZE,
+        arguments=smaller,
+    )
     with refused("tensors do not fit"):
         open_model(str(path), model=chosen)
 

@@ -47,7 +47,13 @@ def shaken(*, num_classes: int = 5, **changes) -> ViT:
 
 
 def transfer(
-    target: ViT, source: ViT, *, computed=None, more=None, source_grid=None, **options
+    target: ViT,
+    source: ViT,
+    *,
+    computed=None,
+    more=None,
+    source_grid=None,
+    **options,
 ) -> list[str]:
     """more: further tensors of the source. Returns the names that were left out."""
     weights = Weights(
@@ -57,7 +63,13 @@ def transfer(
         where="there",
     )
     grid = target.patch_embed.grid_size
-    return transfer_weights(target, weights, grid=grid, convention="google", **options)
+    return transfer_weights(
+        target,
+        weights,
+        grid=grid,
+        convention="google",
+        **options,
+    )
 
 
 # The rows before those of patches: registers have none, and other tokens one each.
@@ -103,7 +115,11 @@ def test_heads_stay_fresh_unless_kept():
 
 
 def test_what_only_training_or_another_pool_needs_is_left_out_and_named():
-    pooled = {"pool": "gap", "class_token": True, "pool_norm": True}
+    pooled = {
+        "pool": "gap",
+        "class_token": True,
+        "pool_norm": True,
+    }
     source = shaken()
     target = shaken(**pooled)
     fresh = target.fc_norm.weight.clone()

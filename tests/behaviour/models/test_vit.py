@@ -113,7 +113,11 @@ def test_forward_and_count_equal_independent_references(options):
 def test_mlps_have_the_width_that_is_asked_for(width, mlp_width):
     """timm rounds the product of width and ratio down."""
     for mlp in ("gelu", "swiglu"):
-        model = small(width=width, mlp_width=mlp_width, mlp=mlp)
+        model = small(
+            width=width,
+            mlp_width=mlp_width,
+            mlp=mlp,
+        )
         assert model.blocks[0].mlp.fc2.in_features == mlp_width
 
 
@@ -150,7 +154,12 @@ def test_fixed_positions_are_neither_trained_nor_saved():
 
 def test_flax_initialisation():
     """models_vit.py; the layer that names no initialisation there has Flax's default."""
-    model = small(width=96, num_heads=4, representation_layer=True, num_registers=3)
+    model = small(
+        width=96,
+        num_heads=4,
+        representation_layer=True,
+        num_registers=3,
+    )
 
     # Xavier uniform of each of q, k and v, not of the three as one matrix.
     bound = math.sqrt(6 / (96 + 96))
@@ -169,7 +178,11 @@ def test_flax_initialisation():
     assert not torch.equal(registers[0], registers[1])
 
     # Enough positions for their spread to be known to 2 %.
-    large = {"image_size": 128, "width": 96, "num_heads": 4}
+    large = {
+        "image_size": 128,
+        "width": 96,
+        "num_heads": 4,
+    }
     for name, std in (("vit", 0.02), ("big_vision", 1 / math.sqrt(96))):
         spread = small(**large, position_init=name).pos_embed.std().item()
         assert spread == pytest.approx(std, rel=0.02)
@@ -236,7 +249,11 @@ def test_dropout_is_after_dense_layers_but_qkv_and_drop_path_grows_or_is_constan
 
     # A block without drop path has an identity there.
     def rates(**options):
-        blocks = small(drop_path=0.3, depth=4, **options).blocks
+        blocks = small(
+            drop_path=0.3,
+            depth=4,
+            **options,
+        ).blocks
         return [getattr(block.drop_path2, "drop_prob", 0.0) for block in blocks]
 
     assert rates() == pytest.approx([0, 0.1, 0.2, 0.3])

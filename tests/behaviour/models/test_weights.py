@@ -70,7 +70,11 @@ def check(ours: TrainedModel, expected: torch.Tensor, output: str = "logits") ->
 - [Dinov2WithRegisters, {}]
 """)
 def test_hugging_face_classifiers_give_their_logits(tmp_path, kind, more):
-    config = getattr(transformers, f"{kind}Config")(**SMALL, id2label=NAMES, **more)
+    config = getattr(transformers, f"{kind}Config")(
+        **SMALL,
+        id2label=NAMES,
+        **more,
+    )
     theirs = shaken(getattr(transformers, f"{kind}ForImageClassification")(config))
     theirs.save_pretrained(tmp_path)
     ours = open_model(str(tmp_path))
@@ -377,7 +381,12 @@ def test_files_of_trainers_load_as_their_weights(tmp_path, trainer, kind):
 """)
 def test_heads_are_those_of_the_known_model(tmp_path, width, heads):
     path = tmp_path / "bare.safetensors"
-    model = small_model(width=width, num_heads=heads, depth=1, mlp_width=8)
+    model = small_model(
+        width=width,
+        num_heads=heads,
+        depth=1,
+        mlp_width=8,
+    )
     save_file(model.network.state_dict(), path)
     assert f"assumed num_heads={heads}, gelu=" in open_model(str(path)).source
 

@@ -24,7 +24,11 @@ from vitscale.optim.settings import OPTIMIZERS, OptimSettings
     [*((name, "fp32") for name in OPTIMIZERS), ("adamw", "bf16")],
 )
 def test_table_lists_the_state_of_each_optimizer(name, momentum_dtype):
-    settings = OptimSettings(name=name, lr=0.1, momentum_dtype=momentum_dtype)
+    settings = OptimSettings(
+        name=name,
+        lr=0.1,
+        momentum_dtype=momentum_dtype,
+    )
     weight = torch.nn.Parameter(torch.ones(4, 3))
     group = {"params": [weight], "weight_decay": 0.0}
     optimizer = build_optimizer([group], settings=settings)
@@ -96,7 +100,11 @@ def test_found_inf_changes_nothing_and_grad_scale_divides(kind):
     divided = torch.nn.Parameter(torch.ones(5, 3))
 
     # With a large eps a gradient that was not divided would give another step.
-    options = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1.0}
+    options = {
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        "eps": 1.0,
+    }
     first = kind([scaled], **options)
     second = kind([divided], **options)
     first.grad_scale = torch.tensor(4.0)
@@ -129,7 +137,11 @@ def test_a_model_of_several_chunks_is_updated_once(monkeypatch):
     random = torch.Generator().manual_seed(0)
     slow = torch.randn(5, 4, generator=random).double().unbind()
     fast = [value.clone() for value in slow]
-    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
+    options = {
+        "lr": 0.1,
+        "betas": (0.9, 0.99),
+        "eps": 1e-6,
+    }
 
     # Seven elements a chunk: borders fall between and within parameters.
     reference = torch.optim.Adam(slow, **options)

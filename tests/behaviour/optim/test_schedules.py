@@ -10,7 +10,11 @@ from vitscale.optim.settings import ScheduleSettings, learning_rate
 def rate(step: int, decay: str = "cosine", **plan: int) -> float:
     """The rate of a run of 110 steps whose peak is 1 and whose end is 0.1."""
     schedule = ScheduleSettings(decay=decay, final_lr=0.1)
-    plan = {"warmup_steps": 10, "total_steps": 110, **plan}
+    plan = {
+        "warmup_steps": 10,
+        "total_steps": 110,
+        **plan,
+    }
     return learning_rate(step, schedule, peak=1.0, **plan)
 
 

@@ -32,7 +32,12 @@ from vitscale.models.settings import ViTSettings
 from vitscale.objectives.objective import Objective, Supervised, SupervisedSettings
 from vitscale.training.session import build_model
 
-MAE = {"name": "mae", "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2}
+MAE = {
+    "name": "mae",
+    "decoder_width": 8,
+    "decoder_depth": 1,
+    "decoder_heads": 2,
+}
 MASKED = {"name": "masked_patch_prediction"}
 RUN = yaml.safe_load("""
 name: x
@@ -165,7 +170,12 @@ Corruption = dict[str, np.ndarray]
 def drawn(num_images: int, *, num_patches: int = NUM_PATCHES, **changes) -> Corruption:
     settings = MaskedPatchPredictionSettings(**changes)
     positions = np.arange(num_images)
-    return draw_corruption(positions, settings=settings, num_patches=num_patches, key=5)
+    return draw_corruption(
+        positions,
+        settings=settings,
+        num_patches=num_patches,
+        key=5,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +289,11 @@ def test_predictions_equal_an_independent_forward_pass(options):
 
 # ---- MAE -----------------------------------------------------------------------------------------
 
-DECODER = {"width": 8, "depth": 2, "num_heads": 2}
+DECODER = {
+    "width": 8,
+    "depth": 2,
+    "num_heads": 2,
+}
 SMALL = yaml.safe_load("""
 {image_size: 12, patch_size: 4, width: 16, depth: 2, num_heads: 2, mlp_width: 24, gelu: erf}
 """)
@@ -387,7 +401,12 @@ def test_start_is_that_of_mae():
     arch = ViTSettings(**sizes).resolved(num_classes=0)
     model = vit.build_model(arch, seed=0)
     torch.manual_seed(0)
-    mae = MaskedAutoencoder(arch, width=64, depth=1, num_heads=2)
+    mae = MaskedAutoencoder(
+        arch,
+        width=64,
+        depth=1,
+        num_heads=2,
+    )
 
     # Xavier's bound, of Q, K and V as one matrix.
     fused = math.sqrt(6 / (64 + 3 * 64))

@@ -90,7 +90,11 @@ def num_runs(store: Store) -> int:
 
 @every(in_mlflow_before="true, false", same_name="true, false")
 def test_a_copy_that_goes_on_is_another_run(
-    same_name, in_mlflow_before, tmp_path, uri, store: Store
+    same_name,
+    in_mlflow_before,
+    tmp_path,
+    uri,
+    store: Store,
 ):
     base = tmp_path / "base"
     branch = tmp_path / "branch"
@@ -99,8 +103,19 @@ def test_a_copy_that_goes_on_is_another_run(
     shutil.copytree(base, branch)
 
     # Both go on, from different checkpoints and with different losses.
-    train(branch, first=20, last=60, value=2.0, name=name)
-    train(base, first=30, last=50, value=3.0)
+    train(
+        branch,
+        first=20,
+        last=60,
+        value=2.0,
+        name=name,
+    )
+    train(
+        base,
+        first=30,
+        last=50,
+        value=3.0,
+    )
     runs = {folder: send(folder, uri) for folder in (branch, base)}
     assert runs[base] != runs[branch]
     assert num_runs(store) == 2
@@ -108,7 +123,13 @@ def test_a_copy_that_goes_on_is_another_run(
         assert points(store, run_id) == journal_points(folder)
 
     # A second time nothing is sent, and a third attempt continues each of the two.
-    train(branch, first=60, last=80, value=4.0, name=name)
+    train(
+        branch,
+        first=60,
+        last=80,
+        value=4.0,
+        name=name,
+    )
     assert {folder: send(folder, uri) for folder in runs} == runs
     assert num_runs(store) == 2
     assert points(store, runs[branch]) == journal_points(branch)
@@ -154,7 +175,12 @@ def test_a_moved_folder_stays_the_same_run(tmp_path, uri, store: Store):
 
     # Moved again, and trained where it is now.
     twice = there.rename(tmp_path / "third")
-    train(twice, first=30, last=50, value=2.0)
+    train(
+        twice,
+        first=30,
+        last=50,
+        value=2.0,
+    )
     assert send(twice, uri) == run_id
     assert num_runs(store) == 1
     assert points(store, run_id) == journal_points(twice)
@@ -173,7 +199,13 @@ def test_a_folder_that_goes_on_under_another_name_is_another_run(
 
     # The name in its configuration, not that of the folder, says that a person means another run.
     renamed = base.rename(tmp_path / "branch")
-    train(renamed, first=30, last=50, value=2.0, name="branch")
+    train(
+        renamed,
+        first=30,
+        last=50,
+        value=2.0,
+        name="branch",
+    )
     second = send(renamed, uri)
     assert first != second
     assert points(store, second) == journal_points(renamed)
@@ -190,13 +222,23 @@ def test_folders_that_cannot_see_each_other_never_share_a_run(
     first = send(base, uri)
     shutil.copytree(base, far)
     hidden = base.rename(tmp_path / "hidden")
-    train(far, first=30, last=50, value=2.0)
+    train(
+        far,
+        first=30,
+        last=50,
+        value=2.0,
+    )
     assert send(far, uri) == first  # as if it had been moved
 
     # Now the original goes on, and does not see the copy.
     far = far.rename(tmp_path / "far-hidden")
     base = hidden.rename(base)
-    train(base, first=30, last=60, value=3.0)
+    train(
+        base,
+        first=30,
+        last=60,
+        value=3.0,
+    )
     second = send(base, uri)
     assert second != first
     assert points(store, second) == journal_points(base)
@@ -226,14 +268,23 @@ def test_a_run_of_an_earlier_version_is_told_by_mlflow(tmp_path, uri, store: Sto
 
 
 def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
-    tmp_path, uri, capsys, store: Store, monkeypatch
+    tmp_path,
+    uri,
+    capsys,
+    store: Store,
+    monkeypatch,
 ):
     folder = tmp_path / "run"
     train(folder, last=130, value=9.0)
     run_id = send(folder, uri)
 
     # Three points were sent whose steps are trained again, since the checkpoint was of step 100.
-    train(folder, first=100, last=200, value=1.0)
+    train(
+        folder,
+        first=100,
+        last=200,
+        value=1.0,
+    )
     assert send(folder, uri) == run_id
     line = "steps 110 to 130 were trained again, with other values"
     assert line in capsys.readouterr().out
@@ -252,7 +303,12 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
     listed = MlflowClient.get_metric_history
     monkeypatch.setattr(MlflowClient, "get_metric_history", lambda *a: listed(*a)[::-1])
     for value, values in ((1.0, [9.0, 1.0]), (9.0, [9.0, 1.0, 9.0])):
-        train(folder, first=100, last=130, value=value)
+        train(
+            folder,
+            first=100,
+            last=130,
+            value=value,
+        )
         send(folder, uri)
         assert points(store, run_id)[110] == values
 
@@ -261,7 +317,12 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
         equal = tmp_path / str(value)
         train(equal, last=130, value=value)
         again = send(equal, uri)
-        train(equal, first=100, last=150, value=value)
+        train(
+            equal,
+            first=100,
+            last=150,
+            value=value,
+        )
         assert send(equal, uri) == again
         assert {len(values) for values in points(store, again).values()} == {1}
 

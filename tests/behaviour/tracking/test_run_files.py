@@ -141,7 +141,13 @@ def test_the_page_shows_what_is_a_picture_of_at_most_4_mib(run):
 
 
 @every(name="pictures/x.png, evaluation/a.csv", attack=ATTACKS)
-def test_mlflow_gets_files_of_the_run_alone(name, attack, run, secret, mlflow_database):
+def test_mlflow_gets_files_of_the_run_alone(
+    name,
+    attack,
+    run,
+    secret,
+    mlflow_database,
+):
     path = placed(run, name, attack, secret)
     (run / "results.csv").write_text("fine\n")
     lines = []
@@ -164,7 +170,11 @@ config.yaml journal.jsonl events/n1.jsonl classes.json slurm/1/a.failed_starts
 @every(attack=ATTACKS)
 @every(name=RECORDS)
 def test_a_record_that_is_no_file_of_the_run_is_one_error(
-    name, attack, run, secret, mlflow_database
+    name,
+    attack,
+    run,
+    secret,
+    mlflow_database,
 ):
     # The folder of these is the run's own.
     if attack == "folder" and "/" not in name:
@@ -236,7 +246,11 @@ def hostile_server(
         "lifecycle_stage": "active",
         **more,
     }
-    experiment = {"experiment_id": "0", "name": "vitscale", "lifecycle_stage": "active"}
+    experiment = {
+        "experiment_id": "0",
+        "name": "vitscale",
+        "lifecycle_stage": "active",
+    }
     asked = []
 
     class Hostile(Answering):

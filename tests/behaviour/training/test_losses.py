@@ -92,7 +92,11 @@ def test_each_head_learns_from_its_own_target():
     assert agreement == 0
 
     # The divergence at temperature 3 is 0.545280 / 3, and DeiT multiplies it by 3 ** 2.
-    soft, _ = distilled(kind="soft", alpha=0.1, tau=3.0)
+    soft, _ = distilled(
+        kind="soft",
+        alpha=0.1,
+        tau=3.0,
+    )
     assert soft == pytest.approx(0.9 * 1.407606 + 0.1 * 3 * 0.545280, abs=1e-6)
 
     # Without a distillation token one head learns both.

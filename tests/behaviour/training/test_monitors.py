@@ -178,7 +178,12 @@ def test_the_index_is_read_on_the_rank_that_prints_alone(tmp_path, rank, expecte
 
 def opened(data, world: World) -> IntervalLog:
     """The log of a run, as far as it needs no engine."""
-    health = Health(skipped=0, longest=0, last_step=None, bad_micro_step=None)
+    health = Health(
+        skipped=0,
+        longest=0,
+        last_step=None,
+        bad_micro_step=None,
+    )
     engine = SimpleNamespace(world=world, health=lambda: health)
     run = SimpleNamespace(data=SimpleNamespace(max_unreadable_fraction=1.0))
     return IntervalLog(
@@ -221,7 +226,11 @@ def clock(monkeypatch) -> Seconds:
 
 @every(save_every="3, 100", evaluate_every="0, 1, 2, 4", log_every="1, 2, 3, 5")
 def test_rates_leave_out_evaluations_and_saves(
-    monkeypatch, clock: Seconds, log_every, evaluate_every, save_every
+    monkeypatch,
+    clock: Seconds,
+    log_every,
+    evaluate_every,
+    save_every,
 ):
     """Every interval has the same rate, however long what comes between its steps."""
     rates = []
@@ -304,7 +313,12 @@ def test_an_update_waits_until_a_save_has_read_the_weights():
 
 
 def health(skipped: int, *, longest: int = 1) -> Health:
-    return Health(skipped=skipped, longest=longest, last_step=3, bad_micro_step=None)
+    return Health(
+        skipped=skipped,
+        longest=longest,
+        last_step=3,
+        bad_micro_step=None,
+    )
 
 
 def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks):
@@ -376,7 +390,11 @@ def test_time_left_counts_evaluations_and_saves(
 ) -> None:
     """A start of 50 s, a second a step, and 20 s for an evaluation before step 30."""
     # Seconds since the start, and those that are left, at each of four reports.
-    log: Any = SimpleNamespace(_paced_from=(0.0, 0), _start_step=0, _plan=PLAN)
+    log: Any = SimpleNamespace(
+        _paced_from=(0.0, 0),
+        _start_step=0,
+        _plan=PLAN,
+    )
     for step, now, left in (
         (10, 60, 540),
         (20, 70, 80),

@@ -80,7 +80,11 @@ def run_with(change: Mapping[str, Any]) -> Any:
 
 def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
     run = run_with(change)
-    shards: Any = {"fingerprint": "f", "label_map_sha256": "l", "key_hash": None}
+    shards: Any = {
+        "fingerprint": "f",
+        "label_map_sha256": "l",
+        "key_hash": None,
+    }
     shards |= change.get("shards", {})
     data: Any = SimpleNamespace(**shards)
     agreed = {"teacher": change.get("teacher", "one")}
@@ -227,7 +231,11 @@ def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
 
 def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path: Path) -> None:
     shards = write_shard_folder(tmp_path / "a", num_per_class=10, num_shards=2)
-    whole = {"path": str(shards), "global_batch": 8, "val_split": None}
+    whole = {
+        "path": str(shards),
+        "global_batch": 8,
+        "val_split": None,
+    }
 
     def counts(**data: Any) -> tuple[int, int | None]:
         settings = DataSettings.model_validate(whole | data)
@@ -317,7 +325,12 @@ def test_a_resume_knows_the_best_of_the_steps_that_it_has_reached(
     """A later one is damaged, whatever its score: else no better one would be saved again."""
     folder = tmp_path / "checkpoints"
     for step, score in scores.items():
-        commit = light_save(folder, step=step, keep=9, score=score)
+        commit = light_save(
+            folder,
+            step=step,
+            keep=9,
+            score=score,
+        )
         # The size stays, so that only reading all of it shows the damage.
         if step in damaged:
             flip(commit.folder / "rank-00000.safetensors", -1)
