@@ -292,4 +292,5 @@ def test_batches_are_copied_beside_the_kernels_and_stay_until_used(device):
 
     # A batch that was written over too early has another sum.
     num_values = given[0].images.numel()
-    assert [int(total) for total in sums] == [n * num_values for n in range(1, 12)]
+    expected = [number * num_values for number in range(1, 12)]
+    assert [int(total) for total in sums] == expected

@@ -65,7 +65,8 @@ def test_the_interval_equals_scipys(count, images):
     share = Share(count, images)
     assert share == count / images
     assert share.images == images
-    assert share.interval() == pytest.approx((expected.low, expected.high), abs=1e-12)
+    interval = (expected.low, expected.high)
+    assert share.interval() == pytest.approx(interval, abs=1e-12)
 
     # A share of nothing is no number, and does not divide by zero.
     none = Share(0, 0)
@@ -196,7 +197,8 @@ def test_each_evaluation_runs_at_its_own_interval_and_last(monkeypatch):
     evaluations = scheduled(chosen, subject, has_average=True)
 
     # One has an interval of four steps, the other runs at the end alone.
-    due = [step for step in range(1, 10) if evaluations.due(step, is_last=step == 9)]
+    steps = range(1, 10)
+    due = [step for step in steps if evaluations.due(step, is_last=step == 9)]
     assert due == [4, 8, 9]
 
     # The weights have the value 1, their average has 2.
@@ -383,7 +385,8 @@ def test_calibration_equals_a_case_by_hand(tmp_path):
     metrics = classified(given_outputs(logits, [0, 0, 0, 1], folder=folder))
 
     # Half of the images are 0.05 too unsure, the other half 0.15 too sure.
-    loss = -(2 * math.log(0.95) + math.log(0.65) + math.log(0.35)) / 4
+    sum_of_logs = 2 * math.log(0.95) + math.log(0.65) + math.log(0.35)
+    loss = -sum_of_logs / 4
     assert metrics["ece"] == pytest.approx(0.1, rel=1e-6)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
 
@@ -405,7 +408,8 @@ def test_calibration_equals_a_case_by_hand(tmp_path):
         assert float(row["low"]) == pytest.approx(low, abs=1e-6)
 
     # A confidence of 1 is in the last bin, and a probability of e**-200 has a finite loss.
-    certain = given_outputs(torch.tensor([[200.0, 0.0], [200.0, 0.0]]), [0, 1])
+    logits = torch.tensor([[200.0, 0.0], [200.0, 0.0]])
+    certain = given_outputs(logits, [0, 1])
     metrics = classified(certain)
     assert metrics["ece"] == pytest.approx(0.5)
     assert metrics["loss"] == pytest.approx(100.0)
@@ -460,9 +464,11 @@ def test_the_surest_mistakes_are_drawn_first(tmp_path, monkeypatch) -> None:
     ]  # fmt: skip
     # A mistake shows the class that is right, too: its label may be what is wrong.
     names = {text.partition("is: ")[2] for text, is_red, _ in cells if is_red}
-    assert names == {val.classes[val.label[sample]] for sample in (1, 2, 4)}
+    labels = val.label[[1, 2, 4]]
+    assert names == {val.classes[label] for label in labels}
     # The crop of the model's 8 pixels, with the details that people need.
-    assert {tuple(image.shape) for _, _, image in cells} == {(3, 184, 184)}
+    shapes = {tuple(image.shape) for _, _, image in cells}
+    assert shapes == {(3, 184, 184)}
 
 
 # ---- confusion -----------------------------------------------------------------------------------
@@ -566,7 +572,8 @@ def test_images_of_missing_classes_count_as_wrong():
 
     # Even where they are among the best five: the model has one of six classes.
     names = {"classes": "abcdef", "model_classes": ("z", "f")}
-    subject = given_outputs(torch.eye(2)[[1] * 6], range(6), **names)
+    logits = torch.eye(2)[[1] * 6]
+    subject = given_outputs(logits, range(6), **names)
     metrics = subset(allow_missing=True).metrics(subject)
     assert metrics == {"subset_top1": 1 / 6, "subset_top5": 1 / 6}
 
@@ -581,7 +588,8 @@ NUMBERS = (3, 1, 2, 4)
 # Keys are read from the index's file, not from the split: the two have the same order.
 def split_with_keys(folder: Path, keys: list[str]) -> SplitIndex:
     path = folder / INDEX_NAME
-    pq.write_table(pa.table({"key": keys, "split": ["val"] * len(keys)}), path)
+    table = pa.table({"key": keys, "split": ["val"] * len(keys)})
+    pq.write_table(table, path)
     split = index_of([0] * len(keys), known_space("imagenet_1k"), folder=folder)
     return replace(split, index_path=path)
 
@@ -598,7 +606,8 @@ def test_accuracy_equals_a_case_by_hand(tmp_path):
     logits[2, 1] = 9.0
     logits[2, [2, 3, 4, 795]] = 8.0
     logits[3, 1] = 9.0
-    logits[3, [2, 3, 4, 5, 809]] = torch.tensor([8.0, 8.0, 8.0, 8.0, 7.0])
+    logits[3, [2, 3, 4, 5]] = 8.0
+    logits[3, 809] = 7.0
 
     subject = given_outputs(logits, [], val=split_with_keys(tmp_path, keys))
     REAL.check(subject)

@@ -150,7 +150,8 @@ def direct_scores(
         return np.concatenate([(rows - mean) / std, bias], axis=1)
 
     x = standardized(train)
-    targets = np.where(np.arange(num_classes) == labels[:, None], 1.0, -1.0)
+    is_label = np.arange(num_classes) == labels[:, None]
+    targets = np.where(is_label, 1.0, -1.0)
     gram = x.T @ x + 1024 * np.eye(x.shape[1])
     weights = np.linalg.solve(gram, x.T @ targets)
     return np.asarray(standardized(test) @ weights)
@@ -192,7 +193,8 @@ def test_draws_are_those_of_big_vision_and_nested():
     assert set(one) < set(three)
 
     # A class with fewer images gives all of them.
-    assert np.bincount(LABELS[three]).tolist() == [3, 0, 3, 0, 2]
+    counts = np.bincount(LABELS[three])
+    assert counts.tolist() == [3, 0, 3, 0, 2]
 
 
 def test_accuracies_equal_a_direct_solve_of_every_draw():
@@ -303,7 +305,9 @@ def test_the_reported_split_does_not_choose():
     assert not np.array_equal(dev, other_dev)
 
     # Each part has an image, even of two and with a share that rounds to none.
-    assert [len(part) for part in dev_split(2, 0.01, seed=0)] == [1, 1]
+    fit, dev = dev_split(2, 0.01, seed=0)
+    assert len(fit) == 1
+    assert len(dev) == 1
 
 
 def test_heads_on_blocks_see_four_choices_of_columns():
@@ -370,7 +374,8 @@ def test_heads_equal_torch_sgd():
             layer.bias.zero_()
 
         # Rates are for a batch of 256 images, as DINOv2 gives them.
-        sgd = torch.optim.SGD(layer.parameters(), lr=rate * BATCH / 256, momentum=0.9)
+        lr = rate * BATCH / 256
+        sgd = torch.optim.SGD(layer.parameters(), lr=lr, momentum=0.9)
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=STEPS)
         batches = epoch_batches(len(CHOSEN), batch=BATCH, seed=1)
         for rows_B in itertools.islice(batches, STEPS):
@@ -383,7 +388,8 @@ def test_heads_equal_torch_sgd():
             sgd.step()
             cosine.step()
 
-        alone = torch.cat([layer.weight, layer.bias[:, None]], dim=1)
+        bias = layer.bias[:, None]
+        alone = torch.cat([layer.weight, bias], dim=1)
         assert torch.allclose(trained[number], alone, atol=1e-5)
 
 

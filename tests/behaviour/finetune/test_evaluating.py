@@ -60,14 +60,16 @@ def keys_of(numbers: str, split: str) -> list[str]:
 def shards(tmp_path_factory) -> Path:
     """Sample i of a split is of class i modulo three; keys are SPLIT-cLABEL-I."""
     folder = tmp_path_factory.mktemp("shards") / "animals"
-    make_shard_folder(folder, lengths={"train": (9, 9), "test": (6,)}, classes=CLASSES)
+    lengths = {"train": (9, 9), "test": (6,)}
+    make_shard_folder(folder, lengths=lengths, classes=CLASSES)
     return folder
 
 
 @pytest.fixture(scope="module")
 def mixed_in(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shards") / "more"
-    make_shard_folder(folder, lengths={"train": (3,), "test": (3,)}, classes=CLASSES)
+    lengths = {"train": (3,), "test": (3,)}
+    make_shard_folder(folder, lengths=lengths, classes=CLASSES)
     return folder
 
 
@@ -272,7 +274,8 @@ def test_predictions_meet_labels_whatever_their_order(shards, tmp_path):
     assert lines_of_other == lines
     for row, expected in zip(rows_of_other, rows, strict=True):
         assert row["class_1"] == expected["class_1"]
-        assert float(row["p_1"]) == pytest.approx(float(expected["p_1"]), rel=1e-5)
+        share = float(expected["p_1"])
+        assert float(row["p_1"]) == pytest.approx(share, rel=1e-5)
 
 
 def test_images_that_cannot_be_read_are_neither_right_nor_wrong(
@@ -292,12 +295,14 @@ def test_images_that_cannot_be_read_are_neither_right_nor_wrong(
     lines, rows = predicted(saved(tmp_path / "model", animals()), damaged, tmp_path)
     assert [row["image"] for row in rows] == keys_of("0 1 2 3 4 5", "test")
     assert [row["label"] for row in rows] == [*CLASSES, *CLASSES]
-    assert [bool(row["error"]) for row in rows] == [not row["class_1"] for row in rows]
+    for row in rows:
+        assert bool(row["error"]) != bool(row["class_1"])
     assert lines[0].endswith(": 6 images, 4 of them unreadable")
     assert lines[1] == f"top-1 {num_right(rows) / 2:.2%} of 2 images with a label"
 
     # Three are named: thousands would hide all other lines.
-    assert [line.split(": ")[1] for line in lines[2:5]] == keys_of("0 1 2", "test")
+    named = [line.split(": ")[1] for line in lines[2:5]]
+    assert named == keys_of("0 1 2", "test")
     # The last one is an error, so that the command's exit code is 2.
     more = "... 1 more, with the reason in column error"
     assert lines[5:] == [more, "4 of 6 could not be read"]
@@ -353,7 +358,10 @@ def test_shares_stand_alone_where_the_loss_was_a_sigmoid(shards, tmp_path, indep
     assert open_model(str(tmp_path)).independent == independent
 
     _, rows = predicted(folder, shards, tmp_path)
-    assert {(row["class_1"], row["class_2"]) for row in rows} == {CLASSES[:0:-1]}
+    best, second = CLASSES[:0:-1]
+    for row in rows:
+        assert row["class_1"] == best
+        assert row["class_2"] == second
 
     # Shares of a softmax have the sum 1; those of sigmoids may all be 1.
     sums = [float(row["p_1"]) + float(row["p_2"]) for row in rows]
@@ -430,7 +438,8 @@ def test_results_of_another_evaluation_are_never_replaced(tmp_path, monkeypatch)
 
 
 def test_a_metric_that_is_no_number_is_null_in_json(tmp_path):
-    rows = as_rows("knn", {"knn_top1": Share(0, 0), "x": 5e-4}, image_size=8)
+    metrics = {"knn_top1": Share(0, 0), "x": 5e-4}
+    rows = as_rows("knn", metrics, image_size=8)
     write_results(tmp_path, rows, description={"name": "x"})
 
     # Python writes NaN into JSON, where no other reader takes it.
@@ -443,7 +452,8 @@ def test_a_metric_that_is_no_number_is_null_in_json(tmp_path):
 
     # A small value keeps its digits in the table for people.
     lines = (tmp_path / "results.md").read_text().splitlines()
-    assert [line.split("|")[4].strip() for line in lines[2:4]] == ["nan", "5.0e-04"]
+    shown = [line.split("|")[4].strip() for line in lines[2:4]]
+    assert shown == ["nan", "5.0e-04"]
 
 
 # ---- images --------------------------------------------------------------------------------------

@@ -372,7 +372,8 @@ def test_timm_makes_the_same_pixels(tmp_path, resize, interpolation):
             image = Image.fromarray(noise)
         data = encoded(image, "JPEG", quality=95)
         pixels = timm_pixels(folder, Image.open(io.BytesIO(data)))
-        assert (pixels - own_pixels(how, data)).abs().max() <= 1, (width, height)
+        difference = (pixels - own_pixels(how, data)).abs().max()
+        assert difference <= 1, (width, height)
 
 
 @every(resize="squash, center_crop, squash_crop", to="timm, huggingface")
@@ -425,7 +426,8 @@ def test_the_card_has_the_whole_code_for_one_photograph(
         exec(part, {})
 
     # vitscale's code is the last one, and the others name the same class.
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines]
     assert set(names) == {names[-1]} < set("vwxyz")
 
 

@@ -153,9 +153,11 @@ def test_rollout_is_the_product_of_all_layers() -> None:
     maps = maps_of(model, images)
 
     # Abnar & Zuidema 2020: half of each layer is its residual connection.
-    expected = torch.eye(17, dtype=torch.float64).expand(2, -1, -1)
+    identity = torch.eye(17, dtype=torch.float64)
+    expected = identity.expand(2, -1, -1)
     for layer in range(3):
-        heads = torch.stack([maps[layer, head] for head in range(3)]).double()
+        of_layer = [maps[layer, head] for head in range(3)]
+        heads = torch.stack(of_layer).double()
         mixed = 0.5 * heads.mean(dim=0) + 0.5 * torch.eye(17)
         expected = (mixed / mixed.sum(dim=-1, keepdim=True)) @ expected
 
@@ -184,7 +186,8 @@ def test_weights_are_the_class_tokens_row_or_the_mean_of_patches() -> None:
 
 
 def test_components_are_those_of_scikit_learn() -> None:
-    filters = torch.randn(40, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    random = torch.Generator().manual_seed(0)
+    filters = torch.randn(40, 3, 3, 3, generator=random)
     components, shares = principal_components(filters, count=5)
     rows = filters.flatten(1).double().numpy()
     expected = PCA(n_components=5, svd_solver="full").fit(rows)
@@ -197,7 +200,8 @@ def test_components_are_those_of_scikit_learn() -> None:
         assert float(component.abs().max()) == float(component.max())
 
     # Multiples of one filter, shifted by a common one, which PCA takes away.
-    alike = filters[0] + torch.linspace(-1, 3, 9)[:, None, None, None] * filters[1]
+    multiples = torch.linspace(-1, 3, 9)[:, None, None, None]
+    alike = filters[0] + multiples * filters[1]
     components, shares = principal_components(alike, count=28)
     assert components.shape == (1, 3, 3, 3)
     assert shares.tolist() == pytest.approx([1.0])
@@ -359,7 +363,8 @@ def test_layers_are_counted_from_one(tmp_path: Path) -> None:
     make_shard_folder(tmp_path / "shards", lengths={"test": (3,)})
     # People count layers from 1; a point at 0 would be read as the input.
     (axes,) = draw_distance(visualized(tmp_path / "shards")).axes
-    assert all(line.get_xdata().tolist() == [1, 2] for line in axes.lines[:3])
+    for line in axes.lines[:3]:
+        assert line.get_xdata().tolist() == [1, 2]
 
     # All heads share one entry of the legend: hundreds would hide the curves.
     assert [text.get_text() for text in axes.get_legend().texts][0] == "a head"

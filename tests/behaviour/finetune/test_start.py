@@ -249,7 +249,8 @@ def test_misfits_name_the_keys_that_would_fit(tmp_path: Path) -> None:
         "mlp_width": 24,
     }
     tensors = network(4, **changes).state_dict()
-    np.savez(path, **{name: value.numpy() for name, value in tensors.items()})
+    arrays = {name: value.numpy() for name, value in tensors.items()}
+    np.savez(path, **arrays)
     with refused("tensors do not fit") as caught:
         started(Path("none"), path, keep_head=False)
 
@@ -270,7 +271,10 @@ def head(
     """Row i has weights i and bias -i."""
     rows = torch.arange(float(num_classes))
     # Other tensors, one of them of a layer before the head, which has no rows of classes.
-    tensors = {"cls_token": torch.ones(1, 1, 2), "head.0.weight": torch.ones(2, 2)}
+    tensors = {
+        "cls_token": torch.ones(1, 1, 2),
+        "head.0.weight": torch.ones(2, 2),
+    }
     for name in names:
         tensors[f"{name}.weight"] = rows[:, None].repeat(1, 2)
         tensors[f"{name}.bias"] = -rows
@@ -293,7 +297,8 @@ def test_999_of_imagenets_classes_are_in_the_21k_head() -> None:
 
     # A row's value is its number in the source, by timm's list of that release.
     source = known_space("imagenet_21k_goog")
-    assert [source[int(row)] for row in weight[:3, 0]] == list(target[:3])
+    kept_names = [source[int(row)] for row in weight[:3, 0]]
+    assert kept_names == list(target[:3])
     assert torch.equal(tensors["cls_token"], torch.ones(1, 1, 2))
 
 

@@ -55,7 +55,11 @@ def run(
 ) -> ComparedRun:
     """A run that evaluates every ten steps, one second each."""
     rows = tuple(
-        Row(step=10 * i, time=10.0 * i, metrics={"val/top1": value, "val/zero": 0.0})
+        Row(
+            step=10 * i,
+            time=10.0 * i,
+            metrics={"val/top1": value, "val/zero": 0.0},
+        )
         for i, value in enumerate(top1, start=1)
     )
     known = {"data.global_batch": str(batch)}
@@ -93,19 +97,25 @@ def values(points: Points) -> list[float | None]:
 
 
 def test_runs_of_different_length_are_compared_at_equal_steps() -> None:
-    compared = compare([run("long", [0.2, 0.4, 0.9]), run("short", [0.3, 0.5])])
+    long = run("long", [0.2, 0.4, 0.9])
+    short = run("short", [0.3, 0.5])
+    compared = compare([long, short])
     assert compared.budget == Budget(axis="steps", total=20)
     line = compared.metrics[0]
     assert values(line.final) == [0.9, 0.5]
     assert values(line.equal) == [0.4, 0.5]
 
     # Of equal length the final values say it all.
-    assert compare([run("a", [0.2]), run("b", [0.3])]).budget is None
+    one = run("a", [0.2])
+    two = run("b", [0.3])
+    assert compare([one, two]).budget is None
 
 
 def test_equal_samples_are_fewer_steps_of_larger_batches() -> None:
     """Between two evaluations the value is on the line between them."""
-    runs = [run("small", [0.2, 0.4, 0.6, 0.8]), run("large", [0.3, 0.5], batch=16)]
+    small = run("small", [0.2, 0.4, 0.6, 0.8])
+    large = run("large", [0.3, 0.5], batch=16)
+    runs = [small, large]
     assert compare(runs, axis="samples").budget == Budget(axis="samples", total=320)
 
     # A total that went through division counts as the step, and a smaller one does not.
@@ -210,7 +220,10 @@ def test_only_differing_parameters_are_listed() -> None:
     first = logged({}, **params)
     second = logged({}, **params | {"optim.lr": "0.2", "x": "3"})
     compared = compare([first, second])
-    assert compared.params == (("optim.lr", ("0.1", "0.2")), ("x", (None, "3")))
+    assert compared.params == (
+        ("optim.lr", ("0.1", "0.2")),
+        ("x", (None, "3")),
+    )
     assert compared.num_equal_params == 1
 
     # Nothing can differ within one run: all it has is listed.
@@ -218,9 +231,11 @@ def test_only_differing_parameters_are_listed() -> None:
 
     # What people change first comes first.
     names = "schedule.steps data.path model.image_size seed optim.lr evaluate init_patch init"
-    one, two = (logged({}, **dict.fromkeys(names.split(), text)) for text in "ab")
+    one = logged({}, **dict.fromkeys(names.split(), "a"))
+    two = logged({}, **dict.fromkeys(names.split(), "b"))
     order = "init init_patch model.image_size data.path optim.lr schedule.steps seed evaluate"
-    assert [key for key, _ in compare([one, two]).params] == order.split()
+    listed = [key for key, _ in compare([one, two]).params]
+    assert listed == order.split()
 
     # Where a run writes and what a chain calls it change no result.
     other = logged({}, **params | {"output": "c", "tracking.tags.chain": "s"})
@@ -312,7 +327,8 @@ def test_runs_of_a_chain_are_told_by_their_stage(tmp_path: Path) -> None:
     names = ["evaluate/lr-1", "finetune/lr-1", "pretrain/seed-0", "scratch"]
     for name in names:
         logged_run(tmp_path / name)
-    assert sorted(run.label for run in load_runs([str(tmp_path)], uri=None)) == names
+    labels = [run.label for run in load_runs([str(tmp_path)], uri=None)]
+    assert sorted(labels) == names
 
     # Of single folders the last part would be the same.
     folders = [f"{tmp_path}/{name}" for name in names[:2]]
@@ -355,7 +371,9 @@ def test_runs_of_a_chain_vary_in_its_keys() -> None:
 
 
 def test_the_file_has_every_run_and_metric(tmp_path: Path) -> None:
-    compared = compare([run("a", [0.2, 0.4, math.nan]), run("b", [0.3])])
+    longer = run("a", [0.2, 0.4, math.nan])
+    shorter = run("b", [0.3])
+    compared = compare([longer, shorter])
     assert tables(compared)[0].rows[1][4:6] == ("10", "0.0 min")
 
     path = tmp_path / "c.json"
@@ -412,7 +430,8 @@ def test_the_verdict_names_the_best_run_and_why() -> None:
     text = verdict(run("a", [0.5]), run("b", [0.5]))
     assert text.startswith("a and b are equal: val/top1 50.0 %.")
 
-    text = verdict(run("a", [0.5]), run("b", [0.6], batch=16))
+    larger = run("b", [0.6], batch=16)
+    text = verdict(run("a", [0.5]), larger)
     assert "not seen equally many samples: compare them with --at samples" in text
 
     # Two seeds each. The best single run is of the worse setting.
@@ -613,7 +632,9 @@ def test_runs_without_the_metric_are_named() -> None:
     assert "late is best: val/top1 90.0 % (step 8)" in verdict(*runs)
 
     # One of two seeds has diverged: the mean is of the other one, which is said.
-    text = verdict(steps(1, 0.5, "s0", seed="0"), steps(1, math.nan, "s1", seed="1"))
+    good = steps(1, 0.5, "s0", seed="0")
+    diverged = steps(1, math.nan, "s1", seed="1")
+    text = verdict(good, diverged)
     assert "Not ranked, since they have no finite val/top1: s1." in text
 
     # Of many the first five are named.
@@ -638,7 +659,9 @@ def test_evaluations_have_no_length() -> None:
             rows=(row,),
         )
 
-    trained = [run("a", [0.5, 0.6]), run("b", [0.5, 0.7])]
+    a = run("a", [0.5, 0.6])
+    b = run("b", [0.5, 0.7])
+    trained = [a, b]
     outside = evaluated("hub", 0, 0.9)
 
     # With a length of 0 steps, every training would be compared before its first one.
@@ -696,7 +719,8 @@ def test_two_chains_are_two_groups(names: tuple[str, str]) -> None:
 def test_evaluations_are_not_ranked_beside_trainings() -> None:
     a = run("a", [0.5], lr="a")
     b = run("b", [0.6], lr="b")
-    evaluation = replace(run("e", [0.7]), params={"stage": "evaluate", "k": "20"})
+    params = {"stage": "evaluate", "k": "20"}
+    evaluation = replace(run("e", [0.7]), params=params)
     every = [evaluation, a, b]
 
     # It has the best value, maybe on other images, and settings of its own.
@@ -774,7 +798,8 @@ def class_table(*runs: ComparedRun) -> list[list[str]]:
 
 
 def test_the_page_has_the_accuracy_of_each_class(tmp_path: Path) -> None:
-    a = with_classes(tmp_path, "a", {"cat": 0.75, "dog": 0.5, "none": None, EVIL: 0.25})
+    shares = {"cat": 0.75, "dog": 0.5, "none": None, EVIL: 0.25}
+    a = with_classes(tmp_path, "a", shares)
     # The worst first; Jinja escapes an apostrophe in another way than Python.
     evil = html.escape(EVIL, quote=True).replace("&#x27;", "&#39;")
     assert class_table(a) == [

@@ -80,7 +80,8 @@ def test_evaluations_are_named_and_unknown_values_name_the_missing_setting():
     # The parts of the memory have the sum that is shown first, each rounded to 0.01 GiB.
     whole, *parts = map(float, re.findall(r"([\d.]+) GiB", rows["memory per process"]))
     assert len(parts) > 2
-    assert whole == pytest.approx(sum(parts), abs=0.005 * (len(parts) + 1))
+    rounding = 0.005 * (len(parts) + 1)
+    assert whole == pytest.approx(sum(parts), abs=rounding)
 
     # Epochs and a head need counts that nobody gave.
     rows = plan(
@@ -156,7 +157,10 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path):
         num_shards=1,
         seed=1,
     )
-    mixture = [{"path": str(other), "share": 0.25}, {"path": str(other), "share": 0.25}]
+    mixture = [
+        {"path": str(other), "share": 0.25},
+        {"path": str(other), "share": 0.25},
+    ]
     data |= {
         "dev_percent": 25.0,
         "first_percent": 75.0,

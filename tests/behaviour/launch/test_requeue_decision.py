@@ -370,7 +370,8 @@ ROWS = yaml.safe_load("""
 def test_restarts_have_limits(row):
     *endings, follows = row
     pairs = [text.split() for text in endings]
-    record = attempts(*((Ending(ending), int(gained)) for ending, gained in pairs))
+    typed = [(Ending(ending), int(gained)) for ending, gained in pairs]
+    record = attempts(*typed)
     assert (refusal(record) is None) == (follows == "again")
 
 

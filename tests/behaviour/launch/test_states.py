@@ -710,7 +710,8 @@ def test_a_shared_run_is_shown_without_its_private_job_folder(shared):
     with as_somebody_else():
         (found,) = find_runs([str(folder)])
         assert read_state(found, jobs_for([found])).state is RunState.STOPPED
-        assert [run.status for run in load_runs([str(folder)], uri=None)] == ["stopped"]
+        (run,) = load_runs([str(folder)], uri=None)
+        assert run.status == "stopped"
 
 
 # When a script was submitted, how attempts have ended since, and whether SLURM is asked.

@@ -42,8 +42,11 @@ def photographs(count: int = 20) -> list[Image.Image]:
     random = np.random.default_rng(0)
     images = []
     for number in range(count):
-        coarse = Image.fromarray(random.integers(0, 256, (6, 5, 3), dtype=np.uint8))
-        sides = (40 + 5 * number, 41) if number % 3 else (48, 28 + 9 * number)
+        pixels = random.integers(0, 256, (6, 5, 3), dtype=np.uint8)
+        sides = (48, 28 + 9 * number)
+        if number % 3:
+            sides = (40 + 5 * number, 41)
+        coarse = Image.fromarray(pixels)
         images.append(coarse.resize(sides, Image.Resampling.BICUBIC))
     return images
 
@@ -420,7 +423,8 @@ def test_googles_pixels_are_resized_without_antialiasing(tmp_path):
     side = ours.preprocessing.image_size
 
     def tensorflows(image):
-        pixels_13HW = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
+        pixels_HW3 = torch.from_numpy(np.array(image)).float()
+        pixels_13HW = pixels_HW3.permute(2, 0, 1)[None]
         resized = F.interpolate(
             pixels_13HW,
             size=(side, side),

@@ -60,7 +60,8 @@ def plain(name: str):
 
 
 def images(size: int = SIZE) -> torch.Tensor:
-    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+    random = torch.Generator().manual_seed(1)
+    return torch.randn(2, 3, size, size, generator=random)
 
 
 @every(name=NAMES)
@@ -99,7 +100,8 @@ def test_the_seed_gives_the_weights(name):
 
     # The head starts at its bias, whatever timm's own start is.
     new = built(name, head_std=0.0, head_bias=-10.0).eval()
-    assert torch.equal(new(images()), torch.full((2, 5), -10.0))
+    expected = torch.full((2, 5), -10.0)
+    assert torch.equal(new(images()), expected)
 
 
 @every(name=NAMES)
@@ -262,7 +264,8 @@ def test_folders_are_read_by_timm_and_here(tmp_path, name):
     folder = tmp_path / "timm"
     theirs = timm.create_model(f"local-dir:{folder}", pretrained=True, **options)
     larger = open_model(str(folder), model=asked, image_size=96)
-    torch.testing.assert_close(larger.network(images(96)), theirs.eval()(images(96)))
+    expected = theirs.eval()(images(96))
+    torch.testing.assert_close(larger.network(images(96)), expected)
 
 
 def test_transfer_keeps_all_but_the_classifier(tmp_path):

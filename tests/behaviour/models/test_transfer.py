@@ -90,12 +90,14 @@ def test_tokens_carry_over_to_another_grid(options, prefix):
         if name in before:
             assert torch.equal(after[name], before[name])
     assert target.pos_embed.shape == (1, prefix + 36, 24)
-    assert torch.equal(target.pos_embed[:, :prefix], source.pos_embed[:, :prefix])
+    kept = target.pos_embed[:, :prefix]
+    assert torch.equal(kept, source.pos_embed[:, :prefix])
 
     # Align-corners resampling keeps the corners: no other token was taken for a patch.
     ours = target.pos_embed[0, prefix:]
     theirs = source.pos_embed[0, prefix:]
-    assert torch.allclose(ours[[0, 5, 30, 35]], theirs[[0, 3, 12, 15]])
+    corners = ours[[0, 5, 30, 35]]
+    assert torch.allclose(corners, theirs[[0, 3, 12, 15]])
 
 
 def test_heads_stay_fresh_unless_kept():
@@ -147,7 +149,8 @@ def test_fixed_positions_are_computed_for_the_new_grid():
     source = shaken(positions="sincos2d")
     target = shaken(positions="sincos2d", image_size=24)
     transfer(target, source)
-    assert torch.equal(target.pos_embed[0], sincos_position_embedding((6, 6), width=24))
+    expected = sincos_position_embedding((6, 6), width=24)
+    assert torch.equal(target.pos_embed[0], expected)
 
     def computed(settings: ViTSettings) -> dict[str, torch.Tensor]:
         description = settings.resolved(num_classes=5).description()
@@ -187,9 +190,11 @@ def test_a_model_sees_upsized_patches_as_their_originals():
     transfer(target, source, keep_head=True, resize_patches=True)
 
     # Each patch of 4 x 4 pixels becomes one of 8 x 8, alone: no pixel of its neighbours.
-    patches = IMAGES.unfold(2, 4, 4).unfold(3, 4, 4).reshape(2, 48, 4, 4)
+    patches = IMAGES.unfold(2, 4, 4).unfold(3, 4, 4)
+    patches = patches.reshape(2, 48, 4, 4)
     upsized = F.interpolate(patches, size=(8, 8), mode="bilinear")
-    upsized = upsized.reshape(2, 3, 4, 4, 8, 8).permute(0, 1, 2, 4, 3, 5)
+    upsized = upsized.reshape(2, 3, 4, 4, 8, 8)
+    upsized = upsized.permute(0, 1, 2, 4, 3, 5)
     images = upsized.reshape(2, 3, 32, 32)
     assert torch.allclose(target(images), source(IMAGES), atol=1e-4)
 
@@ -199,7 +204,8 @@ def test_patches_are_resized_as_flexivit_does():
 
     def kernels(model: ViT) -> torch.Tensor:
         """[pixels, channels * width]: what a patch embedding does to each pixel of a patch."""
-        return model.patch_embed.proj.weight.flatten(2).permute(2, 0, 1).flatten(1)
+        kernel_DCP = model.patch_embed.proj.weight.flatten(2)
+        return kernel_DCP.permute(2, 0, 1).flatten(1)
 
     for old, new in ((4, 8), (8, 4), (4, 6)):
         source = shaken(patch_size=old, image_size=48)
@@ -208,7 +214,8 @@ def test_patches_are_resized_as_flexivit_does():
 
         # Row i is the resized patch whose pixel i alone is 1.
         units = torch.eye(old**2).view(-1, 1, old, old)
-        resize = F.interpolate(units, size=(new, new), mode="bilinear").flatten(1)
+        resized = F.interpolate(units, size=(new, new), mode="bilinear")
+        resize = resized.flatten(1)
         wanted = torch.linalg.lstsq(resize, kernels(source), driver="gelsd").solution
         torch.testing.assert_close(kernels(target), wanted, atol=1e-5, rtol=1e-4)
 

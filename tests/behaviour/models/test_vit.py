@@ -147,8 +147,10 @@ def test_options_do_not_change_the_other_weights_of_a_seed(options):
 def test_fixed_positions_are_neither_trained_nor_saved():
     model = small(positions="sincos2d", dropout=0.5)
     assert "pos_embed" not in model.state_dict() | dict(model.named_parameters())
-    assert torch.equal(model.pos_embed[0], sincos_position_embedding((4, 4), width=24))
-    zeros = (model._pos_embed(torch.ones(1, 16, 24)) == 0).float().mean()
+    expected = sincos_position_embedding((4, 4), width=24)
+    assert torch.equal(model.pos_embed[0], expected)
+    with_positions = model._pos_embed(torch.ones(1, 16, 24))
+    zeros = (with_positions == 0).float().mean()
     assert zeros > 0.3  # dropout follows fixed positions too
 
 
@@ -170,7 +172,8 @@ def test_flax_initialisation():
     std = 1 / math.sqrt(96)
     layer = model.head[0].weight
     assert layer.std().item() == pytest.approx(std, rel=0.03)
-    assert layer.abs().max().item() == pytest.approx(2 * std / 0.8796, rel=0.01)
+    cut = 2 * std / 0.8796
+    assert layer.abs().max().item() == pytest.approx(cut, rel=0.01)
 
     # Registers start near zero, and not alike: equal ones would stay equal.
     registers = model.reg_token[0]
@@ -203,7 +206,8 @@ def test_deit_initialisation():
     head.weight head_dist.weight
     """
     for name in names.split():
-        assert weights[name].std().item() == pytest.approx(0.02, rel=0.2), name
+        std = weights[name].std().item()
+        assert std == pytest.approx(0.02, rel=0.2), name
 
     # Two heads that start alike and see the same labels would stay alike.
     assert not torch.equal(weights["head.weight"], weights["head_dist.weight"])
@@ -224,7 +228,8 @@ def test_deit_initialisation():
 
 def test_the_head_starts_at_its_bias():
     # As for a sigmoid loss over many classes: all are improbable at first, and weights are 0.
-    assert torch.equal(small(head_bias=-10.0)(PIXELS), torch.full((2, 5), -10.0))
+    logits = small(head_bias=-10.0)(PIXELS)
+    assert torch.equal(logits, torch.full((2, 5), -10.0))
 
     # With a layer before the head, the bias is the last one's.
     last = small(head_bias=-10.0, head_std=2e-2, representation_layer=True).head[-1]
@@ -281,8 +286,10 @@ def test_blocks_of_different_rates_are_compiled_once():
     ones = torch.ones(20_000, 1, 1)
     drop = SharedDropPath(0.3)
     dropped = drop(ones)
-    assert set(dropped.unique().tolist()) == {0.0, torch.tensor(1 / 0.7).item()}
-    assert abs((dropped == 0).float().mean().item() - 0.3) < 0.02
+    kept = torch.tensor(1 / 0.7).item()
+    assert set(dropped.unique().tolist()) == {0.0, kept}
+    share = (dropped == 0).float().mean().item()
+    assert abs(share - 0.3) < 0.02
     assert torch.equal(drop.eval()(ones), ones)
 
 
@@ -333,10 +340,12 @@ def test_a_distilled_model_has_a_head_for_each_token():
     tokens = model.forward_features(PIXELS)
     assert torch.equal(heads[0], model.head(tokens[:, 0]))
     assert torch.equal(heads[1], model.head_dist(tokens[:, 1]))
-    assert torch.equal(model(PIXELS, output="features"), tokens[:, :2].mean(dim=1))
+    features = model(PIXELS, output="features")
+    assert torch.equal(features, tokens[:, :2].mean(dim=1))
 
     # Training without a teacher trains both heads, through the mean that is used at test.
-    torch.testing.assert_close(model(PIXELS), torch.stack(heads).mean(dim=0))
+    mean = torch.stack(heads).mean(dim=0)
+    torch.testing.assert_close(model(PIXELS), mean)
     model(PIXELS).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     arch = arch_of(distillation_token=True)
@@ -538,7 +547,8 @@ def vit_logits(
     # Equation 1: patches, and tokens and positions before or after them.
     kernel = w["patch_embed.proj.weight"]
     bias = w["patch_embed.proj.bias"]
-    x = F.conv2d(images, kernel, bias, stride=kernel.shape[-1]).flatten(2).mT
+    x = F.conv2d(images, kernel, bias, stride=kernel.shape[-1])
+    x = x.flatten(2).mT
     num = x.shape[1]
     shape = (len(x), -1, -1)
     prefix = [w["cls_token"].expand(shape)] if "cls_token" in w else []
@@ -551,13 +561,15 @@ def vit_logits(
     if "reg_token" in w:
         first = x[:, : len(prefix)]
         rest = x[:, len(prefix) :]
-        x = torch.cat([first, w["reg_token"].expand(shape), rest], dim=1)
+        registers = w["reg_token"].expand(shape)
+        x = torch.cat([first, registers, rest], dim=1)
 
     # Equations 2 and 3: attention and the MLP, each behind a norm and beside a shortcut.
     for block in ("blocks.0", "blocks.1"):
         qkv = dense(f"{block}.attn.qkv", norm(f"{block}.norm1", x)).chunk(3, dim=-1)
         q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in qkv)
-        shares = (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        shares = scores.softmax(dim=-1)
         mixed = (shares @ v).transpose(1, 2).flatten(2)
         x = x + dense(f"{block}.attn.proj", mixed)
         hidden = dense(f"{block}.mlp.fc1", norm(f"{block}.norm2", x))

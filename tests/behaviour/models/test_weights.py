@@ -225,7 +225,8 @@ def test_a_bare_file_needs_only_its_heads(tmp_path, name):
     assert larger.preprocessing.mean == (0.5,) * 3
     assert larger.preprocessing.image_size == 2 * SIZE
     assert larger.arch.grid == (8, 8)
-    assert larger.network(torch.zeros(2, 3, 2 * SIZE, 2 * SIZE)).shape == (2, 5)
+    images = torch.zeros(2, 3, 2 * SIZE, 2 * SIZE)
+    assert larger.network(images).shape == (2, 5)
     with refused("30 px is not a multiple of the 7 px patch"):
         open_model(path, model=chosen, image_size=30)
 
@@ -249,7 +250,8 @@ def npz(path: Path, content: Arrays, *, prefix: str = "") -> Path:
 
 @torch.no_grad()
 def logits_of(path: Path) -> torch.Tensor:
-    images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    random = torch.Generator().manual_seed(1)
+    images = torch.randn(3, 3, 16, 16, generator=random)
     return open_model(str(path)).network(images)
 
 
@@ -266,7 +268,8 @@ def test_layouts_of_older_and_larger_files_are_read(tmp_path):
     for name in content:
         if name.startswith(block):
             second = content[name.replace("_0/", "_1/", 1)]
-            stacked[name.replace("_0/", "/", 1)] = np.stack([content[name], second])
+            both = np.stack([content[name], second])
+            stacked[name.replace("_0/", "/", 1)] = both
     both = {f"params/img/{name}": array for name, array in stacked.items()}
     both["params/txt/head/kernel"] = np.ones((2, 2), np.float32)
     assert torch.equal(logits_of(npz(tmp_path / "stacked.npz", both)), expected)
@@ -363,7 +366,8 @@ def test_files_of_trainers_load_as_their_weights(tmp_path, trainer, kind):
     assert weights.grid == (3, 3)
     tensors = weights.tensors
     assert tensors.keys() - {"mask_token"} == STATE.keys()
-    assert all(torch.equal(tensors[name], STATE[name].float()) for name in STATE)
+    for name, value in STATE.items():
+        assert torch.equal(tensors[name], value.float())
 
     # Weights that a trainer keeps in fp16 are trained on in fp32.
     assert all(value.dtype == torch.float32 for value in tensors.values())
@@ -466,7 +470,8 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path):
 
     with refused("cannot be read .No such file"):
         read_weights(tmp_path / "missing.npz")
-    npz(tmp_path / "other.npz", {"a": np.ones(2), "b": np.ones(2)})
+    other = {"a": np.ones(2), "b": np.ones(2)}
+    npz(tmp_path / "other.npz", other)
     with refused("its first names: a, b"):
         read_weights(tmp_path / "other.npz")
 

@@ -56,7 +56,8 @@ def test_lamb_takes_the_step_of_adam_where_a_norm_is_zero(gradient, value):
     optimizer = Lamb([{"params": [head], "weight_decay": 0.02}], lr=0.1)
     head.grad = torch.full((2, 4), gradient)
     optimizer.step()
-    torch.testing.assert_close(head.detach(), torch.full((2, 4), value))
+    expected = torch.full((2, 4), value)
+    torch.testing.assert_close(head.detach(), expected)
 
 
 def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps():
@@ -91,7 +92,8 @@ def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps():
         mean = optimizer.state[weight]["exp_avg"].clone()
         assert mean.dtype == torch.bfloat16
         torch.testing.assert_close(mean.double(), exact, rtol=2**-8, atol=1e-6)
-    torch.testing.assert_close(weight.detach().double(), slow, rtol=1e-5, atol=1e-6)
+    weights = weight.detach().double()
+    torch.testing.assert_close(weights, slow, rtol=1e-5, atol=1e-6)
 
 
 @every(kind=MaskedOptimizer.__subclasses__())

@@ -29,7 +29,8 @@ def test_decays_reach_their_middle_and_end():
 
 def test_decay_from_the_start_is_timms_cosine():
     """DeiT-III's fine-tuning: 50 epochs, 5 of warm-up, 3e-4 to 1e-5."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=3e-4)
     timm = CosineLRScheduler(
         optimizer,
         t_initial=50,
@@ -69,7 +70,8 @@ def test_constant_stays_at_the_peak_and_cools_down_at_the_end():
     assert rates[5:31] == pytest.approx([1.0] * 26)
 
     # The cool-down is a line from the peak in step 30 to the end in step 50.
-    assert rates[30:] == pytest.approx([0.1 + 0.9 * (1 - i / 20) for i in range(21)])
+    line = [0.1 + 0.9 * (1 - i / 20) for i in range(21)]
+    assert rates[30:] == pytest.approx(line)
 
 
 def test_drops_are_those_of_bits_hyperrule():

@@ -224,12 +224,14 @@ def test_colors_equal_a_slow_reference():
 
     # A channel's mean is exactly at the border of two levels, or at its ends.
     patches[0, 0] = [255, 0, 51]
-    patches[0, 1, :, :, 0] = 255 * (np.arange(64).reshape(8, 8) % 8 < 3)
+    is_red = np.arange(64).reshape(8, 8) % 8 < 3
+    patches[0, 1, :, :, 0] = 255 * is_red
     classes = colors(torch.from_numpy(patches).flatten(2))
 
     # Three bits a channel, of the mean: 512 classes, as in the ViT paper's appendix B.1.2.
     for image, patch in np.ndindex(2, 3):
-        means = patches[image, patch].astype(np.float64).mean(axis=(0, 1)) / 255
+        pixels = patches[image, patch].astype(np.float64) / 255
+        means = pixels.mean(axis=(0, 1))
         red, green, blue = np.minimum(np.floor(8 * means), 7)
         assert classes[image, patch] == 64 * red + 8 * green + blue
 
@@ -332,7 +334,8 @@ def slow_predictions(
             patch = image[:, top : top + 4, left : left + 4]
             token = (embedding.weight * patch).sum(dim=(1, 2, 3)) + embedding.bias
             encoded.append(token + encoder_positions[number])
-        embedded = mae.embed(model.norm(model.blocks(torch.stack(encoded)[None])))[0]
+        features = model.norm(model.blocks(torch.stack(encoded)[None]))
+        embedded = mae.embed(features)[0]
 
         # Every patch has a token again: its own, or the mask token.
         tokens = [embedded[0]]
@@ -341,8 +344,8 @@ def slow_predictions(
             if number in kept:
                 token = embedded[1 + kept.index(number)]
             tokens.append(token + decoder_positions[number])
-        decoded = mae.predict(mae.norm(mae.blocks(torch.stack(tokens)[None])))
-        predicted.append(decoded[0, 1:])
+        decoded = mae.norm(mae.blocks(torch.stack(tokens)[None]))
+        predicted.append(mae.predict(decoded)[0, 1:])
     return torch.stack(predicted)
 
 
@@ -388,12 +391,14 @@ def test_positions_are_added_before_patches_are_removed():
     plain = model.forward_features(images)
     torch.testing.assert_close(encoded[:, 0], plain[:, 0])
     for image in range(2):
-        torch.testing.assert_close(encoded[image, 1:], plain[image, 1 + order[image]])
+        expected = plain[image, 1 + order[image]]
+        torch.testing.assert_close(encoded[image, 1:], expected)
 
 
 def test_ties_keep_their_order():
     # Else the draw would depend on the sorting algorithm of a machine.
-    assert random_orders(np.array([[0.3, 0.1, 0.9, 0.1]])).tolist() == [[1, 3, 0, 2]]
+    orders = random_orders(np.array([[0.3, 0.1, 0.9, 0.1]]))
+    assert orders.tolist() == [[1, 3, 0, 2]]
 
 
 def test_start_is_that_of_mae():

@@ -157,7 +157,8 @@ def test_micro_batch_is_the_largest_that_fits():
     assert plan.accumulation == 2
 
     # Images are mixed in pairs, and both of a pair are in one micro-batch.
-    mixed = run(data={"global_batch": 18, "mixing": {}}, engine={"max_micro_batch": 9})
+    data = {"global_batch": 18, "mixing": {}}
+    mixed = run(data=data, engine={"max_micro_batch": 9})
     with refused("no even micro-batch divides the 9 images"):
         training_plan(mixed, world_size=2, num_samples=8)
 

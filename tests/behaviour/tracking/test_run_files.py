@@ -224,7 +224,8 @@ def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path):
     assert rows[-1][1] == path.stat().st_size - len(last)
 
     # A later read goes on behind any row.
-    assert len([*read_rows(path, offset=rows[2][1])]) == len(odd) - 3
+    later = [*read_rows(path, offset=rows[2][1])]
+    assert len(later) == len(odd) - 3
 
 
 # ---- a server -----------------------------------------------------------------------------------

@@ -136,7 +136,8 @@ def test_a_resumed_run_is_one_run_with_each_step_once(open_tracker: Open, store:
     second.close(status="FINISHED")
     second.close(status="FAILED")  # does nothing
     assert select(store, "status from runs") == ["FINISHED"]
-    expected = [(key, step) for key in ("train/loss", "zero") for step in range(1, 15)]
+    steps = range(1, 15)
+    expected = [(key, step) for key in ("train/loss", "zero") for step in steps]
     assert select(store, "key, step from metrics order by key, step") == expected
 
     # Finished for good: a new start, such as an evaluation's, is another run.

@@ -330,7 +330,8 @@ def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks):
         monitor.update(health(2), step=20, loss_scale=None)
 
     # The second micro-step of rank 1 in the step that was skipped.
-    read = list(rank_batches(start=16, stop=24, rank=1, world_size=2, micro_batch=2))
+    batches = rank_batches(start=16, stop=24, rank=1, world_size=2, micro_batch=2)
+    read = list(batches)
     assert read[1] == [22, 23]
     assert ranks.lines == [
         "2 updates skipped, 2 since the start, the last at step 3: the loss was not finite "
@@ -373,7 +374,8 @@ def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
 def test_means_by_name_are_over_ranks_and_finite_values(clock: Seconds):
     means = IntervalMeans()
     for value in (1.0, math.nan, 3.0):
-        means.add({"a": torch.tensor(value), "b": torch.tensor(math.inf)})
+        both = {"a": torch.tensor(value), "b": torch.tensor(math.inf)}
+        means.add(both)
     averages = means.read()
     assert averages["a"] == 2.0
 
