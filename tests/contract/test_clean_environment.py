@@ -23,6 +23,8 @@ from tests.support.clean_environment import clean_environment
 clean_environment()
 raise SystemExit(subprocess.run([sys.executable, "-c", sys.argv[1]]).returncode)
 """
+# What launchers, clusters, containers and shells leave there: of ranks, of SLURM, of languages and
+# terminals, of stores and keys, of proxies.
 HOSTILE = dict(
     word.split("=", 1)
     for word in """
@@ -36,6 +38,7 @@ HOSTILE = dict(
 )
 
 
+# As a job under nohup or a container's init may start it.
 def become_hostile() -> None:
     os.umask(0o077)
     for number in (
@@ -60,13 +63,15 @@ def test_a_test_inherits_nothing_of_the_shell_that_starts_it():
     )
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
-    own = facts["environment"]
-    kept = {name for name, value in HOSTILE.items() if own.get(name) == value}
+    environment = facts["environment"]
+    kept = {name for name, value in HOSTILE.items() if environment.get(name) == value}
     assert kept == {"HTTP_PROXY"}, "a proxy may be the only way to a package index"
-    assert own["NO_PROXY"] == "example.org,127.0.0.1,localhost"
-    assert own["VITSCALE_SITE"] == ""
-    assert own["LC_ALL"] == "C.UTF-8"
-    assert own["PATH"] == os.environ["PATH"]
+
+    # Tests start servers on this machine, which no proxy can reach.
+    assert environment["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    assert environment["VITSCALE_SITE"] == ""
+    assert environment["LC_ALL"] == "C.UTF-8"
+    assert environment["PATH"] == os.environ["PATH"]
 
     # Python itself ignores two, which are about its own output. The C library keeps 32 and 33 for
     # itself: no program can set them, and some container runtimes hand down 32 as ignored.

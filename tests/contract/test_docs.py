@@ -51,11 +51,17 @@ def _tracked() -> set[str]:
     names = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    files = {Path(name) for name in names.splitlines() if (ROOT / name).exists()}
-    return {str(path) for file in files for path in (file, *file.parents)}
+
+    # A file that was removed and not yet committed is still in git's list.
+    known = set()
+    for name in names.splitlines():
+        if (ROOT / name).exists():
+            known |= {name, *map(str, Path(name).parents)}
+    return known
 
 
 def _anchors(page: Path) -> set[str]:
+    """As GitHub makes them from headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
     return {
         re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
@@ -78,24 +84,20 @@ def test_paths_named_in_docs_exist():
     tracked = _tracked()
     folders = {path for path in tracked if (ROOT / path).is_dir() and "/" not in path}
     names = {Path(path).name for path in tracked} | EXTERNAL
+
+    def is_wrong(path: str) -> bool:
+        # Other words with a slash are no paths, such as and/or.
+        is_path = path.split("/")[0] in folders or path.endswith(SUFFIXES)
+        return is_path and path not in EXTERNAL and not _is_known(path, tracked)
+
     wrong = []
     for page in PAGES + CARDS:
         for number, line in enumerate(page.read_text().splitlines(), start=1):
-            where = f"{page.relative_to(ROOT)}:{number}"
             text = URL.sub("", line)
             paths = [path.rstrip("/.") for path in PATH.findall(text)]
-            wrong += [
-                f"{where}: {path}"
-                for path in paths
-                if (path.split("/")[0] in folders or path.endswith(SUFFIXES))
-                and path not in EXTERNAL
-                and not _is_known(path, tracked)
-            ]
-            wrong += [
-                f"{where}: {name}"
-                for name in FILE_NAME.findall(text)
-                if name not in names
-            ]
+            lost = list(filter(is_wrong, paths))
+            lost += [name for name in FILE_NAME.findall(text) if name not in names]
+            wrong += [f"{page.relative_to(ROOT)}:{number}: {path}" for path in lost]
     assert not wrong
 
 
@@ -103,9 +105,11 @@ def test_links_in_docs_lead_somewhere():
     wrong = []
     for page in PAGES:
         for link in LINK.findall(page.read_text()):
+            # Other sites change at any time, and tests run without a network.
             if "://" in link:
                 continue
             name, _, anchor = link.partition("#")
+            # "#anchor" alone leads to the page itself.
             target = (page.parent / name).resolve() if name else page
             if not target.exists() or (anchor and anchor not in _anchors(target)):
                 wrong.append(f"{page.relative_to(ROOT)}: {link}")
@@ -116,15 +120,15 @@ def test_lists_begin_after_a_blank_line():
     """GitHub shows other lists too; the site does not, nor blocks in lists indented by two."""
     wrong = []
     for page in PAGES:
+        # Code may have lines that look like lists.
         prose = re.sub(
             r"^```.*?^```", "```", page.read_text(), flags=re.MULTILINE | re.DOTALL
         )
         for before, line in pairwise(prose.splitlines()):
             is_item = re.match(r"\s*([-*]|\d+\.) ", line)
-            inside = re.match(r"\s*([-*]|\d+\.) |\s+\S|#", before)
-            if (is_item and before and not inside) or re.match(
-                r" {1,3}(```|[-*] )", line
-            ):
+            is_inside = re.match(r"\s*([-*]|\d+\.) |\s+\S|#", before)
+            is_late = is_item and before and not is_inside
+            if is_late or re.match(r" {1,3}(```|[-*] )", line):
                 wrong.append(f"{page.relative_to(ROOT)}: {line}")
     assert not wrong
 
@@ -133,6 +137,7 @@ def test_the_docs_list_every_metric():
     pages = [(ROOT / f"docs/{page}.md").read_text() for page in METRIC_PAGES]
     names = re.findall(r"`([^` ]+)`", "\n".join(pages))
     documented = {name for name in names if METRIC.fullmatch(name)}
+    # Both ways: a metric that nobody logs any more is as wrong as one that nobody explains.
     logged = set()
     for folder in LOGGING:
         for path in (ROOT / folder).rglob("*.py"):

@@ -15,9 +15,9 @@ from tests.contract.tree import ROOT, imports_of, module_files, parsed, scripts
 def test_package_files_are_empty():
     """But for one, which sets the environment first, and imports what it offers when asked for."""
     filled = [
-        m
-        for m, p in module_files().items()
-        if p.name == "__init__.py" and parsed(p).body
+        module
+        for module, path in module_files().items()
+        if path.name == "__init__.py" and parsed(path).body
     ]
     allowed = {"os", "typing", "vitscale.evaluation.api"}
     assert filled == ["vitscale"]
@@ -35,6 +35,7 @@ def test_the_reference_of_trainings_imports_nothing_of_the_product():
                 assert node.module
                 assert node.level == 0
                 imported.add(node.module)
+    # What Python itself has is not said twice either, but nobody here could break it.
     others = {
         name for name in imported if name.split(".")[0] not in sys.stdlib_module_names
     }
@@ -43,9 +44,9 @@ def test_the_reference_of_trainings_imports_nothing_of_the_product():
 
 
 def test_nobody_imports_a_script():
-    assert not {
-        m: found for m in module_files() if (found := imports_of(m) & scripts())
-    }
+    # It would exist twice, as __main__ and under its name, with two states.
+    for module in module_files():
+        assert not imports_of(module) & scripts(), module
 
 
 def test_pillow_is_told_which_formats_to_open():
@@ -55,7 +56,10 @@ def test_pillow_is_told_which_formats_to_open():
     for node in itertools.chain.from_iterable(ast.walk(parsed(path)) for path in files):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Image.open":
             opened += 1
-            assert "formats" in {each.arg for each in node.keywords}, ast.unparse(node)
+            keywords = {keyword.arg for keyword in node.keywords}
+            assert "formats" in keywords, ast.unparse(node)
+
+    # Else the search itself is broken.
     assert opened > 4
 
 
@@ -71,14 +75,18 @@ def test_places_in_printed_commands_are_quoted():
     quoted = 0
     for path in module_files().values():
         for node in ast.walk(parsed(path)):
-            said = ""
-            for part in node.values if isinstance(node, ast.JoinedStr) else ():
+            if not isinstance(node, ast.JoinedStr):
+                continue
+
+            # Values behind a command in the text before them.
+            text = ""
+            for part in node.values:
                 if isinstance(part, ast.Constant):
-                    said += str(part.value)
-                elif COMMAND.search(said) and A_PLACE.search(
-                    value := ast.unparse(part)
-                ):
-                    assert "quote(" in value, f"{path}:{node.lineno}: {said}{value}"
+                    text += str(part.value)
+                    continue
+                value = ast.unparse(part)
+                if COMMAND.search(text) and A_PLACE.search(value):
+                    assert "quote(" in value, f"{path}:{node.lineno}: {text}{value}"
                     quoted += 1
     assert quoted > 5
 
@@ -104,20 +112,24 @@ def test_no_collective_runs_while_an_error_unwinds():
     for path in module_files().values():
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):
-                functions.setdefault(node.name, []).append(
-                    (str(path.relative_to(ROOT)), node)
-                )
+                place = (str(path.relative_to(ROOT)), node)
+                functions.setdefault(node.name, []).append(place)
+
+    # Of two functions with one name, nobody knows here which is called.
     alone = {
-        name: _called(found[0][1].body)
-        for name, found in functions.items()
-        if not found[1:]
+        name: _called(places[0][1].body)
+        for name, places in functions.items()
+        if len(places) == 1
     }
+
+    # A function that calls a collective one is collective, until there is no new one.
     collective = set(COLLECTIVES)
     num_known = 0
     while len(collective) > num_known:
         num_known = len(collective)
         collective |= {name for name, called in alone.items() if called & collective}
     assert len(collective) > len(COLLECTIVES)
+
     wrong = {}
     for path, function in itertools.chain.from_iterable(functions.values()):
         names = _called(_clean_up(function)) & collective
@@ -128,19 +140,20 @@ def test_no_collective_runs_while_an_error_unwinds():
 
 def _called(statements: Iterable[ast.stmt]) -> set[str]:
     """Names of the functions that are called in them, nested functions included."""
-    calls = [
-        each.func
-        for statement in statements
-        for each in ast.walk(statement)
-        if isinstance(each, ast.Call)
-    ]
-    return {
-        call.attr if isinstance(call, ast.Attribute) else call.id
-        for call in calls
-        if isinstance(call, ast.Attribute | ast.Name)
-    }
+    names = set()
+    for node in itertools.chain.from_iterable(map(ast.walk, statements)):
+        if not isinstance(node, ast.Call):
+            continue
+        # What is called by an expression, such as the result of a call, has no name.
+        function = node.func
+        if isinstance(function, ast.Attribute):
+            names.add(function.attr)
+        elif isinstance(function, ast.Name):
+            names.add(function.id)
+    return names
 
 
+# Statements that also run where an error passes by.
 def _clean_up(function: ast.FunctionDef) -> Iterator[ast.stmt]:
     if function.name in ("__exit__", "__del__"):
         yield from function.body

@@ -26,7 +26,9 @@ STAGE_OF = {
 # Of all scripts together; about a second. With torch it would be over a thousand.
 MAX_MODULES = 800
 WITH_CONFIG = sorted(
-    m for m in scripts() if "vitscale.config.command_line" in imports_of(m)
+    module
+    for module in scripts()
+    if "vitscale.config.command_line" in imports_of(module)
 )
 # One process runs all scripts. Heavy imports fail there, so that each script has to try its own.
 RUN_ALL = """
@@ -79,103 +81,110 @@ def run_all(folder: Path, commands: dict[str, list[str]]) -> dict[str, Any]:
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+
+    # Lines before the last one are of scripts that print at import.
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert sorted(folder.iterdir()) == before, "a script wrote files"
-    return found
+    return report
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory) -> Values:
     """Every script with --help, and those with a configuration with a wrong one."""
     folder = tmp_path_factory.mktemp("started")
-    commands = {
-        f"{m} --help": [str(module_files()[m]), "--help"] for m in sorted(scripts())
-    }
+    commands = {}
+    for module in sorted(scripts()):
+        commands[f"{module} --help"] = [str(module_files()[module]), "--help"]
     for module in WITH_CONFIG:
         stage = STAGE_OF.get(module, STAGE_OF.get(module.split(".")[0], "pretrain"))
-        (folder / f"{stage}.yaml").write_text(
-            f"stage: {stage}\nno_such_key: 1\nseed: many\n"
-        )
+        # Three mistakes: an unknown key, a wrong type, and a key of the command line that is none.
+        config = f"stage: {stage}\nno_such_key: 1\nseed: many\n"
+        (folder / f"{stage}.yaml").write_text(config)
         arguments = [str(module_files()[module]), "--config", f"{stage}.yaml", "lr.=1"]
         commands[f"{module} --config"] = arguments
-    found = run_all(folder, commands)
-    assert len(found["runs"]) == len(scripts()) + len(WITH_CONFIG)
-    return found
+    report = run_all(folder, commands)
+    assert len(report["runs"]) == len(scripts()) + len(WITH_CONFIG)
+    return report
 
 
 def test_a_missing_package_is_named():
+    # -I and -S hide everything that is installed, as in another environment's Python. These two
+    # are started by programs that have found the package already.
     others = {"launch.jobs.requeue_decision", "vitscale.command"}
     for script in scripts() - others:
         command = [sys.executable, "-I", "-S", str(module_files()[script])]
         done = subprocess.run(command, capture_output=True, text=True)
-        assert (done.returncode, "Run: pip install -e ." in done.stderr) == (2, True), (
-            done
-        )
+        assert done.returncode == 2, done
+        assert "Run: pip install -e ." in done.stderr, done
 
 
 @pytest.mark.slow
 def test_training_imports_no_tracker():
-    shown = "import sys, vitscale.training.session; print({'mlflow', 'wandb'} & {*sys.modules})"
-    words = [sys.executable, "-c", shown]
+    # mlflow alone takes seconds to import, on every rank.
+    code = "import sys, vitscale.training.session; print({'mlflow', 'wandb'} & {*sys.modules})"
+    words = [sys.executable, "-c", code]
     assert subprocess.check_output(words, cwd=ROOT, text=True).endswith("set()\n")
 
 
 def test_scripts_start_light(started):
-    heavy = {
-        name: run["heavy"] for name, run in started["runs"].items() if run["heavy"]
-    }
-    assert not heavy
+    for name, run in started["runs"].items():
+        assert not run["heavy"], name
     assert len(started["modules"]) < MAX_MODULES
 
 
 def test_help_is_short_and_names_every_group(started):
-    shown = {
-        name: run for name, run in started["runs"].items() if name.endswith("--help")
-    }
-    assert not [
-        n
-        for n, run in shown.items()
-        if run["code"] or "usage" not in run["output"].lower()
-    ]
-    scripts = "pretrain.main finetune.main launch.slurm data_prep.make_shards"
-    for script in scripts.split():
-        output = shown[f"{script} --help"]["output"]
-        assert len(output.splitlines()) <= 45 and "\n  launch  " in output, output
+    outputs = {}
+    for name, run in started["runs"].items():
+        if name.endswith("--help"):
+            assert not run["code"], run
+            assert "usage" in run["output"].lower(), run
+            outputs[name] = run["output"]
+
+    # It fits a screen of 45 lines, with the groups of settings by name alone.
+    names = "pretrain.main finetune.main launch.slurm data_prep.make_shards"
+    for name in names.split():
+        output = outputs[f"{name} --help"]
+        assert len(output.splitlines()) <= 45, output
+        assert "\n  launch  " in output, output
 
 
 def test_configuration_errors_are_reported(started):
+    # All of them at once, with file and line.
     parts = (".yaml:2: no_such_key", ".yaml:3: seed", "'lr.' is not a key")
-    wrong = {
-        name: run
-        for name, run in started["runs"].items()
-        if name.endswith("--config")
-        and (run["code"] != 2 or not all(part in run["output"] for part in parts))
-    }
-    assert not wrong
+    for name, run in started["runs"].items():
+        if name.endswith("--config"):
+            assert run["code"] == 2, run
+            for part in parts:
+                assert part in run["output"], run
 
 
 def test_a_wrong_path_is_an_error_before_torch_is_imported(tmp_path: Path) -> None:
     """That of a model, and of an image."""
-    commands = {
-        f"{name} {words}": [str(module_files()[f"finetune.{name}"]), *words.split()]
-        for name, words in (
-            ("predict", "init=lost x"),
-            ("predict", "init=. x"),
-            ("visualize", "init=lost"),
-            ("visualize", "init=. x"),
-            ("export", "init=lost to=timm x"),
-        )
-    }
+    commands = {}
+    for name, words in (
+        ("predict", "init=lost x"),
+        ("predict", "init=. x"),
+        ("visualize", "init=lost"),
+        ("visualize", "init=. x"),
+        ("export", "init=lost to=timm x"),
+    ):
+        path = module_files()[f"finetune.{name}"]
+        commands[f"{name} {words}"] = [str(path), *words.split()]
+
     for name, run in run_all(tmp_path, commands)["runs"].items():
         expected = "no such file or folder: 'x'"
         if "lost" in name:
             expected = "init=lost: no such run or checkpoint folder"
-        assert run["code"] == 2 and not run["heavy"] and expected in run["output"], run
+        assert run["code"] == 2, run
+        assert not run["heavy"], run
+        assert expected in run["output"], run
 
 
 def test_no_script_ends_without_its_error_where_rank_is_set(
     started: dict[str, Any],
 ) -> None:
+    # Only the first rank reports; where no other process is the first one, nobody would.
     assert len(started["ranks"]) == len(WITH_CONFIG)
     for name, run in started["ranks"].items():
-        assert run["code"] == 2 and ".yaml:2: no_such_key" in run["output"], name
+        assert run["code"] == 2, name
+        assert ".yaml:2: no_such_key" in run["output"], name

@@ -15,6 +15,7 @@ from benchmarks.training_loops import start_afresh
 from vitscale.distributed.world import World, process_group
 
 
+# As a fixture: a mark would ask for the GPU while tests are collected.
 @pytest.fixture(scope="session")
 def device() -> str:
     if not torch.cuda.is_available():
@@ -23,10 +24,16 @@ def device() -> str:
 
 
 @pytest.fixture
+# Joining sets variables, which the next one would take for a launcher's.
 def world(device: str) -> Iterator[World]:
     with (
         mock.patch.dict(os.environ),
-        process_group(device=device, timeout_min=5, num_threads=1) as joined,
+        process_group(
+            device=device,
+            timeout_min=5,
+            num_threads=1,
+        ) as joined,
     ):
+        # What an earlier test has left on the device would count as memory of this one.
         start_afresh(joined.device)
         yield joined

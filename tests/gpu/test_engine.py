@@ -33,32 +33,45 @@ from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
 from vitscale.training.session import restore_engine
 
-SMALL = {"image_size": 32, "patch_size": 8, "width": 96, "depth": 2, "num_heads": 3}
-SMALL |= {"mlp_width": 192, "num_classes": 10}
+SMALL = {
+    "image_size": 32,
+    "patch_size": 8,
+    "width": 96,
+    "depth": 2,
+    "num_heads": 3,
+    "mlp_width": 192,
+    "num_classes": 10,
+}
 # Cycles of a GPU, more than a second.
 LONG = 3_000_000_000
 
 
 def task(world: World, *, batch: int = 32, model=SMALL, **sections) -> Task:
     """A training on random images; `engine`: its precision and whether it is compiled."""
-    engine = {"device": world.device.type, "compile": False, "max_micro_batch": batch}
+    engine = {
+        "device": world.device.type,
+        "compile": False,
+        "max_micro_batch": batch,
+    }
     values = {
         "stage": "pretrain",
         "name": "gpu",
         "data": {"path": "none", "global_batch": batch},
+        "model": model,
+        "schedule": {"steps": 100, "warmup_steps": 2},
+        "optim": {"lr": 3e-3, "weight_decay": 0.1, "clip_norm": 1.0},
+        **sections,
+        "engine": engine | sections.get("engine", {}),
     }
-    values |= {"model": model, "schedule": {"steps": 100, "warmup_steps": 2}}
-    values |= {"optim": {"lr": 3e-3, "weight_decay": 0.1, "clip_norm": 1.0}}
-    values |= sections | {"engine": engine | sections.get("engine", {})}
     return Task(run=PretrainRun.model_validate(values), device=world.device)
 
 
 def losses(loop: EngineLoop, start: int, stop: int) -> list[float]:
+    # Read at the end: reading a loss waits for the device.
     pool = loop.task.pool
-    found = [
-        loop.step(number, *pool[number % len(pool)]) for number in range(start, stop)
-    ]
-    return [float(loss) for loss in found]
+    steps = range(start, stop)
+    on_device = [loop.step(number, *pool[number % len(pool)]) for number in steps]
+    return [float(loss) for loss in on_device]
 
 
 BF16 = {"engine": {"precision": "bf16"}}
@@ -96,6 +109,8 @@ def test_a_training_is_that_of_the_reference(
     ours = training.finish()
     is_exact = machine.precision == "fp32"
     check(task_name, ours, train_reference(task_name, machine), exact=is_exact)
+
+    # Within the tolerance of bf16 a training in fp32 would pass, too.
     if not is_exact:
         exact = train_reference(task_name, replace(machine, precision="fp32"))
         assert ours.losses != pytest.approx(exact.losses, rel=EXACT), "computed in fp32"
@@ -107,40 +122,46 @@ def test_a_save_waits_for_no_kernel_and_moves_bit_for_bit(
 ):
     """What a resumed training computes from the same bits may differ in the last ones."""
     first, second = (EngineLoop(task(world, **BF16), world, stage=stage) for _ in "ab")
+    engine = first.engine
     losses(first, 0, 3)
     with CheckpointStore(tmp_path, keep=1, world=world) as store:
         first.before_update = store.wait_for_host_copy
         for step in (3, 4):  # the first save pins its memory
             store.wait()
             saved = {
-                name: each.clone() for name, each in first.engine.export_state().items()
+                name: tensor.clone() for name, tensor in engine.export_state().items()
             }
-            counters = first.engine.export_counters()
+            counters = engine.export_counters()
             progress = {
-                "optimizer_steps": first.engine.optimizer_steps(),
+                "optimizer_steps": engine.optimizer_steps(),
                 "engine": counters,
             }
+
+            # The device is busy for more than a second; a save that waits returns after it.
             torch.cuda._sleep(LONG)
             kernels = torch.cuda.current_stream().record_event()
             store.save(
-                first.engine.export_state(),
+                engine.export_state(),
                 step=step,
                 progress=progress,
                 description={},
             )
             assert step == 3 or not kernels.query(), "the save waited for the kernels"
+
+            # Training goes on while the copy is made: the copy must not see its updates.
             expected = losses(first, step, step + 3 if step == 4 else 4)
         assert store._host_copy._buffer.is_pinned()
         store.wait()
         checkpoint, _ = store.newest()
     assert checkpoint.step == 4
+
+    # The same bits on the disk and in another engine.
     stored = read_tensors(checkpoint.files)
     restore_engine(second.engine, checkpoint)
     state = second.engine.export_state()
-    for name, each in saved.items():
-        assert torch.equal(stored[name], each.cpu()) and torch.equal(
-            state[name], each
-        ), name
+    for name, tensor in saved.items():
+        assert torch.equal(stored[name], tensor.cpu()), name
+        assert torch.equal(state[name], tensor), name
     assert second.engine.export_counters() == counters
     assert losses(second, 4, 7) == pytest.approx(expected, rel=1e-3)
     for loop in (first, second):
@@ -151,30 +172,46 @@ def test_peak_memory_is_that_of_the_dry_run(world: World):
     """Of B/16 in bf16, compiled, within 10 %; docs/benchmarks.md has larger models."""
     chosen = {"preset": "B/16", "num_classes": 1000}
     loop = EngineLoop(task(world, batch=128, model=chosen, **COMPILED), world)
+
+    # Compiling and the first steps take memory that a training does not need later.
     losses(loop, 0, 3)
     torch.cuda.reset_peak_memory_stats()
     losses(loop, 3, 6)
     run = loop.run
     estimate = memory_estimate(
-        loop.task.arch, costs=run.make_objective(), zero_stage=1, world_size=1, precision="bf16",
-        micro_batch=128, activation_checkpointing=False, bucket_elements=BUCKET_ELEMENTS,
+        loop.task.arch,
+        costs=run.make_objective(),
+        zero_stage=1,
+        world_size=1,
+        precision="bf16",
+        micro_batch=128,
+        activation_checkpointing=False,
+        bucket_elements=BUCKET_ELEMENTS,
         optimizer_bytes=run.optim.state_bytes_per_parameter,
-    )  # fmt: skip
+    )
     assert torch.cuda.max_memory_allocated() == pytest.approx(estimate.total, rel=0.1)
     loop.engine.close()
 
 
 def test_a_task_that_sees_one_gpu_uses_it(device, monkeypatch):
     """As number 0, also as its node's second rank; DeepSpeed takes LOCAL_RANK for the number."""
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    place |= {
+    # A launcher that gives each task one GPU, and numbers the tasks of a node.
+    place = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "SLURM_PROCID": "1",
     }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    with process_group(device=device, timeout_min=5, num_threads=1) as world:
+    with process_group(
+        device=device,
+        timeout_min=5,
+        num_threads=1,
+    ) as world:
         for stage in (0, 1, 3):
             loop = EngineLoop(task(world), world, stage=stage)
             losses(loop, 0, 2)
@@ -193,22 +230,25 @@ KERNELS = (
 def test_attention_kernels_equal_the_formula(device, kernel: SDPBackend):
     """Features and gradients in bf16, beside fp32 without a fused kernel."""
     arch = ViTSettings.model_validate(SMALL).resolved(num_classes=10)
-    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(
-        device
-    )
-    found = []
+    random = torch.Generator().manual_seed(0)
+    images = torch.randn(8, 3, 32, 32, generator=random).to(device)
+    results = []
     for backend, dtype in ((SDPBackend.MATH, torch.float32), (kernel, torch.bfloat16)):
         model = build_model(arch, seed=0).to(device, dtype)
         with sdpa_kernel(backend):
+            # Which kernels there are depends on the generation of the device.
             try:
                 features = model(images.to(dtype), output="features")
             except RuntimeError as error:
                 pytest.skip(f"not on this device: {error}")
+            # Half of the features: the sum of all is fixed by the last norm.
             features.float()[:, ::2].sum().backward()
         gradient = model.get_parameter("blocks.0.attn.qkv.weight").grad
         assert gradient is not None
-        found.append((features.float().detach(), gradient.float()))
-    for exact, half in zip(*found, strict=True):
+        results.append((features.float().detach(), gradient.float()))
+
+    # Not equal, so it did compute in bf16; and no further off than its rounding.
+    for exact, half in zip(*results, strict=True):
         assert 0 < (half - exact).norm() < 0.05 * exact.norm()
 
 
@@ -217,23 +257,23 @@ def test_batches_are_copied_beside_the_kernels_and_stay_until_used(device):
     sums = []
     copied = []
 
+    # Each copy takes a millisecond longer, and notes its end.
     class Slow(Batch):
         def to(self, device):
             torch.cuda._sleep(LONG // 1000)
-            found = super().to(device)
-            copied.append(torch.cuda.Event(enable_timing=True))
-            copied[-1].record()
-            return found
+            batch = super().to(device)
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            copied.append(event)
+            return batch
 
-    given = [
-        Slow(
-            torch.full(
-                (16, 3, 224, 224), number, dtype=torch.uint8, pin_memory=is_pinned
-            ),
-            *(torch.ones(16, pin_memory=is_pinned) for _ in "ab"),
-        )
-        for number in range(1, 13)
-    ]
+    given = []
+    for number in range(1, 13):
+        shape = (16, 3, 224, 224)
+        images = torch.full(shape, number, dtype=torch.uint8, pin_memory=is_pinned)
+        labels, weights = (torch.ones(16, pin_memory=is_pinned) for _ in "ab")
+        given.append(Slow(images, labels, weights))
+
     ahead = DeviceBatches(iter(given), torch.device(device))
     for number in range(11):
         batch = next(ahead)
@@ -242,11 +282,15 @@ def test_batches_are_copied_beside_the_kernels_and_stay_until_used(device):
         sums.append(batch.images.sum(dtype=torch.int64))
         kernels = torch.cuda.Event(enable_timing=True)
         kernels.record()
+
+        # Its memory is free for the next copy while kernels may still read it.
         del batch
         ahead.prefetch()
         torch.cuda.synchronize()
         if number > 5:  # by then no memory is allocated, for which CUDA itself waits
             assert copied[-1].elapsed_time(kernels) > 0, "copied after the kernels"
-    assert [int(each) for each in sums] == [
-        n * given[0].images.numel() for n in range(1, 12)
-    ]
+
+    # A batch that was written over too early has another sum.
+    num_values = given[0].images.numel()
+    expected = [number * num_values for number in range(1, 12)]
+    assert [int(total) for total in sums] == expected

@@ -49,9 +49,12 @@ def start(script: str, folder: Path, *words: str, before: tuple[str, ...] = ()) 
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *before, str(ROOT / script), *words],
-        cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
         env=os.environ | {"PYTHONPATH": paths},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -59,34 +62,40 @@ def start(script: str, folder: Path, *words: str, before: tuple[str, ...] = ()) 
 @every(stage="0, 1")
 def test_no_step_waits_for_the_device(device, tmp_path, stage):
     """With loader, mixing, clipping and an average; DeepSpeed's own code waits at ZeRO 2 and 3."""
-    words = (
+    output = start(
+        "pretrain/main.py",
+        tmp_path,
         f"engine.device={device}",
         "engine.precision=bf16",
         f"engine.zero_stage={stage}",
-    )
-    words += (
         "data.num_workers=1",
         "data.mixing={mixup_alpha: 0.8, cutmix_alpha: 1.0, mode: pair}",
+        "optim.ema.decay=0.9",
+        "tracking.log_every_steps=100",
+        "output=run",
+        before=("-c", NOTHING_WAITS),
     )
-    words += ("optim.ema.decay=0.9", "tracking.log_every_steps=100", "output=run")
-    said = start("pretrain/main.py", tmp_path, *words, before=("-c", NOTHING_WAITS))
-    assert f"; {device}, bfloat16, ZeRO {stage}" in said
+    assert f"; {device}, bfloat16, ZeRO {stage}" in output
 
 
 def test_a_model_is_trained_resumed_finetuned_and_evaluated(device, tmp_path):
     on = f"engine.device={device}"
     start("pretrain/main.py", tmp_path, on, "output=whole", "checkpoint.every_steps=10")
+
+    # A copy of the run that has lost its last checkpoint is trained from the one before.
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     shutil.rmtree(tmp_path / "again/checkpoints/step-00000020")
-    said = start("pretrain/main.py", tmp_path, on, "output=again")
-    assert f"; {device}, " in said
-    assert "resuming again at step 10" in said
+    output = start("pretrain/main.py", tmp_path, on, "output=again")
+    assert f"; {device}, " in output
+    assert "resuming again at step 10" in output
+
     whole, again = (
         journal(tmp_path / name, "train/loss")["train/loss"]
         for name in ("whole", "again")
     )
     assert len(again) == 20
     assert again == pytest.approx(whole, rel=1e-3)
+
     start(
         "finetune/main.py",
         tmp_path,
@@ -95,13 +104,16 @@ def test_a_model_is_trained_resumed_finetuned_and_evaluated(device, tmp_path):
         "init=whole",
         "model.image_size=16",
     )
-    words = (
+    start(
+        "finetune/evaluate_model.py",
+        tmp_path,
         "init=fine",
         f"compute.device={device}",
         "output=evaluated",
         "tracking.uri=null",
     )
-    start("finetune/evaluate_model.py", tmp_path, *words)
+
+    # The evaluation of a checkpoint is that of the training at its end, to the last image.
     results = json.loads((tmp_path / "evaluated/results.json").read_text())["results"]
     (top1,) = (row["value"] for row in results if row["metric"] == "top1")
     assert top1 == journal(tmp_path / "fine", "val/top1")["val/top1"][-1]

@@ -6,6 +6,8 @@ from tests.support.tables import rows
 from vitscale.evaluation.main_metric import score_of
 
 
+# The first metric of the preferred ones counts, whatever other metrics say. One that is no number,
+# or of which no direction is known (ece), never does.
 @rows("""
 - [metrics, expected]
 - [{val/top1: 0.5, val/loss: 1.0, val/knn_top1: 0.9, val/ece: 0.1}, val/top1]
@@ -26,6 +28,8 @@ def test_the_preferred_metric_counts(
     assert score is None or score["value"] == metrics[score["metric"]]
 
 
+# Better is higher or lower by the metric; a preferred metric beats any value of another one, since
+# their values cannot be compared.
 @rows("""
 - [worse, better]
 - [{val/top1: 0.5}, {val/top1: 0.6}]
@@ -36,5 +40,8 @@ def test_the_preferred_metric_counts(
 """)
 def test_scores_are_ordered(worse: dict[str, float], better: dict[str, float]) -> None:
     """A run's evaluations may have different intervals."""
-    low, high = score_of(worse), score_of(better)
-    assert low is not None and high is not None and low["order"] < high["order"]
+    low = score_of(worse)
+    high = score_of(better)
+    assert low is not None
+    assert high is not None
+    assert low["order"] < high["order"]

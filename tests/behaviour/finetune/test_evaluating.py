@@ -60,14 +60,16 @@ def keys_of(numbers: str, split: str) -> list[str]:
 def shards(tmp_path_factory) -> Path:
     """Sample i of a split is of class i modulo three; keys are SPLIT-cLABEL-I."""
     folder = tmp_path_factory.mktemp("shards") / "animals"
-    make_shard_folder(folder, lengths={"train": (9, 9), "test": (6,)}, classes=CLASSES)
+    lengths = {"train": (9, 9), "test": (6,)}
+    make_shard_folder(folder, lengths=lengths, classes=CLASSES)
     return folder
 
 
 @pytest.fixture(scope="module")
 def mixed_in(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shards") / "more"
-    make_shard_folder(folder, lengths={"train": (3,), "test": (3,)}, classes=CLASSES)
+    lengths = {"train": (3,), "test": (3,)}
+    make_shard_folder(folder, lengths=lengths, classes=CLASSES)
     return folder
 
 
@@ -86,8 +88,16 @@ def evaluation(init: Path, shards: Path, evaluate: list[Values], **data) -> Eval
     values = yaml.safe_load(
         "{name: x, tracking: {uri: null}, compute: {device: cpu, batch: 4}}"
     )
-    values |= {"init": str(init), "output": f"{init}-results", "evaluate": evaluate}
-    values["data"] = {"path": str(shards), "num_workers": 0, **data}
+    values |= {
+        "init": str(init),
+        "output": f"{init}-results",
+        "evaluate": evaluate,
+    }
+    values["data"] = {
+        "path": str(shards),
+        "num_workers": 0,
+        **data,
+    }
     return EvaluateRun.model_validate(values)
 
 
@@ -103,27 +113,28 @@ def results(run: EvaluateRun) -> dict[str, float]:
 def reordered(model: TrainedModel, order: list[int]) -> dict[str, torch.Tensor]:
     """Weights of the same model whose output i is that of class order[i]."""
     weights = dict(model.network.state_dict())
-    return weights | {
-        name: weights[name][order] for name in ("head.weight", "head.bias")
-    }
+    for name in ("head.weight", "head.bias"):
+        weights[name] = weights[name][order]
+    return weights
 
 
 def test_classes_in_another_order_give_the_same_metrics(shards, tmp_path, capsys):
     model = animals()
     expected = results(evaluation(saved(tmp_path / "same", model), shards, LOGITS))
+    # Without a difference there is nothing to say.
     assert "matched by" not in capsys.readouterr().out
+
     other = small_model(num_classes=3, classes=("eel", "cat", "dog"))
     other.network.load_state_dict(reordered(model, [2, 0, 1]))
-    found = results(evaluation(saved(tmp_path / "other", other), shards, LOGITS))
-    assert found == pytest.approx(expected)
+    metrics = results(evaluation(saved(tmp_path / "other", other), shards, LOGITS))
+    assert metrics == pytest.approx(expected)
     assert 0 < expected["loss"]
     assert "the classes of model and shards: matched by name" in capsys.readouterr().out
 
-    # scikit-learn's kNN would not care about the head either.
-    table = list(
-        csv.DictReader(open(tmp_path / "other-results/evaluation/per_class.csv"))
-    )
-    assert [row["class"] for row in table] == list(CLASSES)
+    # Files have the order of the shards' classes, too, so that tables of models can be compared.
+    table = tmp_path / "other-results/evaluation/per_class.csv"
+    rows = csv.DictReader(table.open())
+    assert [row["class"] for row in rows] == list(CLASSES)
 
 
 LINEAR: Values = yaml.safe_load(
@@ -131,6 +142,8 @@ LINEAR: Values = yaml.safe_load(
 )
 
 
+# Models whose features have other forms: a class token, means of patches, no head at all, a layer
+# before the head.
 @rows("""
 - [settings]
 - [{}]
@@ -146,105 +159,130 @@ def test_a_linear_probe_leaves_a_model(
     pixels = {"mean": (0.4, 0.5, 0.6), "eval_resize": "center_crop"}
     model = small_model(**{"num_classes": 7, "preprocessing": pixels, **settings})
     init = saved(tmp_path / "init", model)
-    swapped = {"train_split": "test", "val_split": "train"}  # six images teach 18
-    run = evaluation(init, shards, [LINEAR, {"name": "knn", "k": 3}], **swapped)
+    run = evaluation(
+        init,
+        shards,
+        [LINEAR, {"name": "knn", "k": 3}],
+        train_split="test",  # six images teach 18
+        val_split="train",
+    )
     expected = results(run)
-    written = Path(run.folder) / "evaluation/linear_model"
-    opened = open_model(str(written))
-    assert opened.classes == CLASSES and opened.preprocessing == model.preprocessing
-    again = evaluation(written, shards, LOGITS[:1], val_split="train")
-    found = results(again.model_copy(update={"output": str(tmp_path / "again")}))
-    assert found["top1"] == pytest.approx(expected["linear_top1"], abs=1e-9)
-    assert 0 < found["top1"] < 1
+
+    # The new model has the shards' classes, and what the first one expects of its pixels.
+    folder = Path(run.folder) / "evaluation/linear_model"
+    opened = open_model(str(folder))
+    assert opened.classes == CLASSES
+    assert opened.preprocessing == model.preprocessing
+
+    # It is evaluated as any other model, on its own logits.
+    again = evaluation(folder, shards, LOGITS[:1], val_split="train")
+    metrics = results(again.model_copy(update={"output": str(tmp_path / "again")}))
+    assert metrics["top1"] == pytest.approx(expected["linear_top1"], abs=1e-9)
+    assert 0 < metrics["top1"] < 1
+
+    # The probe trained a head alone.
     trunk = {k: v for k, v in model.network.state_dict().items() if "head" not in k}
-    theirs = opened.network.state_dict()
-    assert all(torch.equal(value, theirs[name]) for name, value in trunk.items())
+    opened_weights = opened.network.state_dict()
+    assert all(
+        torch.equal(value, opened_weights[name]) for name, value in trunk.items()
+    )
 
 
 def test_no_model_is_left_where_no_single_head_saw_the_features(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = small_model(distillation_token=True, depth=4)
-    run = evaluation(saved(tmp_path / "a", model), shards, [LINEAR])
-    results(run)
-    blocks = small_model(depth=4)
-    saved(tmp_path / "b", blocks)
-    results(evaluation(tmp_path / "b", shards, [LINEAR | {"inputs": "blocks"}]))
+    # Two heads, of which the probe replaces none.
+    distilled = small_model(distillation_token=True, depth=4)
+    results(evaluation(saved(tmp_path / "a", distilled), shards, [LINEAR]))
+
+    # Features of four blocks, which no head of a ViT sees.
+    plain = saved(tmp_path / "b", small_model(depth=4))
+    results(evaluation(plain, shards, [LINEAR | {"inputs": "blocks"}]))
     assert not list(tmp_path.rglob("linear_model"))
     assert "linear head" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("classes", "message"),
-    [
-        (None, "outputs are unknown.*'cat'.*classes.json"),
-        (
-            ("cat", "dog", "fox"),
-            "1 of 3 classes are none of the model's 3.*'eel'.*subset",
-        ),
-        (("0", "1", "2"), "3 of 3 classes are none.*'cat'"),
-        ((*CLASSES, "fox"), "3 classes, but the model's head has 4.*subset"),
-    ],
-)
+# No names; a class that the model lacks; names that say nothing; one class too many.
+@rows("""
+- [classes, message]
+- [null, "outputs are unknown.*'cat'.*classes.json"]
+- [[cat, dog, fox], "1 of 3 classes are none of the model's 3.*'eel'.*subset"]
+- [["0", "1", "2"], "3 of 3 classes are none.*'cat'"]
+- [[cat, dog, eel, fox], "3 classes, but the model's head has 4.*subset"]
+""")
 def test_other_classes_are_neither_evaluated_nor_counted(
     shards, tmp_path, classes, message
 ):
-    model = small_model(num_classes=len(classes or CLASSES), classes=classes)
+    num_classes = len(classes or CLASSES)
+    model = small_model(num_classes=num_classes, classes=classes and tuple(classes))
     folder = saved(tmp_path / "model", model)
     for evaluate in LOGITS[:2]:
         with refused(f"(?s){message}"):
             evaluate_run(evaluation(folder, shards, [evaluate]), WORLD)
 
     # A prediction of one more class is wrong, and may be counted.
+    has_accuracy = num_classes == 4
     lines, _ = predicted(folder, shards, tmp_path)
-    assert any(line.startswith("top-1") for line in lines) == (
-        "fox" in (classes or ())[3:]
-    )
-    assert any("no accuracy: " in line for line in lines) == (
-        "fox" not in (classes or ())[3:]
-    )
+    assert any(line.startswith("top-1") for line in lines) == has_accuracy
+    assert any("no accuracy: " in line for line in lines) != has_accuracy
 
 
 def predicted(
-    folder: Path, shards: Path, place: Path
+    model: Path, shards: Path, folder: Path
 ) -> tuple[list[str], list[dict[str, str]]]:
-    """With a last batch that is not full."""
-    values = {"init": str(folder), "images": [str(shards)], "num_workers": 0}
-    output = place / "predictions.csv"
-    values |= {"output": str(output), "top": 2, "compute": {"batch": 4}}
-    run = PredictRun.model_validate(values)
+    """Lines, the last one of an error, and rows of the table. The last batch is not full."""
+    output = folder / "predictions.csv"
+    run = PredictRun.model_validate(
+        {
+            "init": str(model),
+            "images": [str(shards)],
+            "num_workers": 0,
+            "output": str(output),
+            "top": 2,
+            "compute": {"batch": 4},
+        }
+    )
+    opened = open_model(str(model))
     lines = []
     try:
-        for line in predict_images(
-            run, open_model(str(folder)), find_inputs(run), WORLD
-        ):
+        # One by one: lines before an error must not be lost.
+        for line in predict_images(run, opened, find_inputs(run), WORLD):
             lines.append(line)
     except UserError as error:
         lines.append(error.what)
-    rows = list(csv.DictReader(open(output))) if output.exists() else []
-    return lines, rows
+
+    # An error may come before any row.
+    if not output.exists():
+        return lines, []
+    return lines, list(csv.DictReader(output.open()))
+
+
+def num_right(rows: list[dict[str, str]]) -> int:
+    return sum(row["label"] == row["class_1"] for row in rows)
 
 
 def test_predictions_meet_labels_whatever_their_order(shards, tmp_path):
     model = animals()
     lines, rows = predicted(saved(tmp_path / "same", model), shards, tmp_path)
-    right = sum(row["label"] == row["class_1"] for row in rows)
-    assert lines[1] == f"top-1 {right / 6:.2%} of 6 images with a label"
+    assert lines[1] == f"top-1 {num_right(rows) / 6:.2%} of 6 images with a label"
+
+    # The same model with its outputs in another order says the same of every image.
     other = small_model(num_classes=3, classes=("eel", "cat", "dog"))
     other.network.load_state_dict(reordered(model, [2, 0, 1]))
-    lines_of_other, found = predicted(
-        saved(tmp_path / "other", other), shards, tmp_path
-    )
+    folder = saved(tmp_path / "other", other)
+    lines_of_other, rows_of_other = predicted(folder, shards, tmp_path)
     assert lines_of_other == lines
-    for row, expected in zip(found, rows, strict=True):
+    for row, expected in zip(rows_of_other, rows, strict=True):
         assert row["class_1"] == expected["class_1"]
-        assert float(row["p_1"]) == pytest.approx(float(expected["p_1"]), rel=1e-5)
+        share = float(expected["p_1"])
+        assert float(row["p_1"]) == pytest.approx(share, rel=1e-5)
 
 
 def test_images_that_cannot_be_read_are_neither_right_nor_wrong(
     shards, tmp_path, monkeypatch
 ):
     """The first four of six are damaged in their shard."""
+    # Rows are written in chunks: one chunk has no readable image at all.
     monkeypatch.setattr(predicting, "CHUNK_ROWS", 4)
     damaged = Path(shutil.copytree(shards, tmp_path / "damaged"))
     index = read_split(str(damaged), split="test")
@@ -252,27 +290,34 @@ def test_images_that_cannot_be_read_are_neither_right_nor_wrong(
         for number in range(4):
             file.seek(int(index.offset[number]))
             file.write(bytes(int(index.length[number])))
+
+    # Each image has a row, with a class or with an error.
     lines, rows = predicted(saved(tmp_path / "model", animals()), damaged, tmp_path)
     assert [row["image"] for row in rows] == keys_of("0 1 2 3 4 5", "test")
     assert [row["label"] for row in rows] == [*CLASSES, *CLASSES]
-    assert [bool(row["error"]) for row in rows] == [not row["class_1"] for row in rows]
-    right = sum(row["label"] == row["class_1"] for row in rows)
+    for row in rows:
+        assert bool(row["error"]) != bool(row["class_1"])
     assert lines[0].endswith(": 6 images, 4 of them unreadable")
-    assert lines[1] == f"top-1 {right / 2:.2%} of 2 images with a label"
-    assert [line.split(": ")[1] for line in lines[2:5]] == keys_of("0 1 2", "test")
+    assert lines[1] == f"top-1 {num_right(rows) / 2:.2%} of 2 images with a label"
+
+    # Three are named: thousands would hide all other lines.
+    named = [line.split(": ")[1] for line in lines[2:5]]
+    assert named == keys_of("0 1 2", "test")
     # The last one is an error, so that the command's exit code is 2.
     more = "... 1 more, with the reason in column error"
     assert lines[5:] == [more, "4 of 6 could not be read"]
 
 
 def test_tables_of_ranks_are_joined_in_the_memory_of_one_row_group(tmp_path):
+    path = tmp_path / "0"
     table = pa.table({"image": [f"{number:0900}" for number in range(4096)]})
-    with pq.ParquetWriter(tmp_path / "0", table.schema) as writer:
+    with pq.ParquetWriter(path, table.schema) as writer:
         for _ in range(9):
             writer.write_table(table)
+
     used = []
     before = pa.total_allocated_bytes()
-    for _ in predicting._row_groups([pq.ParquetFile(tmp_path / "0")]):
+    for _ in predicting._row_groups([pq.ParquetFile(path)]):
         used.append(pa.total_allocated_bytes() - before)
     # A group takes 1.5 tables. Arrow's threads may hold the one before for a moment; all nine would
     # be 13 tables.
@@ -283,18 +328,19 @@ def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path):
     """Words on one side, WordNet's ids on the other."""
     ids = ("n01440764", "n01443537")
     words = ("goldfish, Carassius auratus", "tench, Tinca tinca")
-    make_shard_folder(tmp_path / "fish", lengths={"test": (4,)}, classes=ids)
+    fish = tmp_path / "fish"
+    make_shard_folder(fish, lengths={"test": (4,)}, classes=ids)
     folder = saved(tmp_path / "model", small_model(num_classes=2, classes=words))
-    lines, rows = predicted(folder, tmp_path / "fish", tmp_path)
-    assert {row["class_1"] for row in rows} | {row["class_2"] for row in rows} == set(
-        ids
-    )
-    right = sum(row["label"] == row["class_1"] for row in rows)
-    assert lines[1].startswith(f"top-1 {right / 4:.2%}")
-    formulas = saved(
-        tmp_path / "other", small_model(num_classes=2, classes=("=a", "=b"))
-    )
-    assert predicted(formulas, tmp_path / "fish", tmp_path)[1][0]["class_1"][:2] == "'="
+    lines, rows = predicted(folder, fish, tmp_path)
+    assert len(rows) == 4
+    for row in rows:
+        assert {row["class_1"], row["class_2"]} == set(ids)
+    assert lines[1].startswith(f"top-1 {num_right(rows) / 4:.2%}")
+
+    # A spreadsheet would run a name that starts with "=" as a formula.
+    formulas = small_model(num_classes=2, classes=("=a", "=b"))
+    _, rows = predicted(saved(tmp_path / "other", formulas), fish, tmp_path)
+    assert rows[0]["class_1"].startswith("'=")
 
 
 @every(independent="false, true")
@@ -306,12 +352,20 @@ def test_shares_stand_alone_where_the_loss_was_a_sigmoid(shards, tmp_path, indep
     bias.data = torch.tensor([200.0, 400.0, 600.0])
     folder = saved(tmp_path / "model", model)
     assert open_model(str(folder)).independent == independent
+
+    # transformers' problem_type carries it through a folder of Hugging Face.
     HuggingFaceFormat().write(model, tmp_path)
     assert open_model(str(tmp_path)).independent == independent
+
     _, rows = predicted(folder, shards, tmp_path)
-    assert {(row["class_1"], row["class_2"]) for row in rows} == {CLASSES[:0:-1]}
+    best, second = CLASSES[:0:-1]
+    for row in rows:
+        assert row["class_1"] == best
+        assert row["class_2"] == second
+
+    # Shares of a softmax have the sum 1; those of sigmoids may all be 1.
     sums = [float(row["p_1"]) + float(row["p_2"]) for row in rows]
-    assert any(each > 1 for each in sums) == independent
+    assert any(total > 1 for total in sums) == independent
 
 
 # ---- numbers -------------------------------------------------------------------------------------
@@ -325,8 +379,10 @@ def test_outputs_that_are_no_numbers_are_an_error(shards, tmp_path, value):
     for evaluate in (*LOGITS, *PROBES):
         with refused(r"not finite .NaN or infinity.: \d+ of \d+ images"):
             evaluate_run(evaluation(folder, shards, [evaluate]), WORLD)
-    said, rows = predicted(folder, shards, tmp_path)
-    assert "outputs are not finite" in said[-1]
+
+    # argmax of NaN is a class: without a check it would be predicted.
+    lines, rows = predicted(folder, shards, tmp_path)
+    assert "outputs are not finite" in lines[-1]
     assert rows == []
 
 
@@ -345,26 +401,33 @@ OTHERS = """
 def test_results_of_another_evaluation_are_never_replaced(tmp_path, monkeypatch):
     """The last change is to the images themselves: of the same names, as many of each class."""
     write_images = partial(
-        write_shard_folder, num_per_class=2, num_shards=1, classes=CLASSES, split="test"
+        write_shard_folder,
+        num_per_class=2,
+        num_shards=1,
+        classes=CLASSES,
+        split="test",
     )
     monkeypatch.chdir(tmp_path)
     data = write_images(tmp_path / "data", seed=0)
     model = saved(tmp_path / "model", animals())
-    given = evaluation(model, data, LOGITS[:1]).model_dump() | {"output": None}
+    given = evaluation(model, data, LOGITS[:1]).model_dump()
+    given["output"] = None  # a folder of its own may be written over
 
     def evaluate(change):
-        changed = {
-            key: given[key] | value if isinstance(value, dict) else value
-            for key, value in change.items()
-        }
-        evaluate_run(EvaluateRun.model_validate(given | changed), WORLD)
+        changed = dict(given)
+        for key, value in change.items():
+            # Of a section only the given keys change.
+            changed[key] = given[key] | value if isinstance(value, dict) else value
+        evaluate_run(EvaluateRun.model_validate(changed), WORLD)
         return Path("runs/x/results.json").read_bytes()
 
+    # The same evaluation again is welcome, and leaves no file of an earlier one.
     before = evaluate({})
     stale = Path("runs/x/evaluation/confusion.csv")
-    stale.touch()  # of an evaluation that is not asked for any more
+    stale.touch()
     assert evaluate({}) == before
     assert not stale.exists()
+
     for change, key in yaml.safe_load(OTHERS):
         if key == "data.fingerprint":
             shutil.rmtree(data)
@@ -375,23 +438,32 @@ def test_results_of_another_evaluation_are_never_replaced(tmp_path, monkeypatch)
 
 
 def test_a_metric_that_is_no_number_is_null_in_json(tmp_path):
-    rows = as_rows("knn", {"knn_top1": Share(0, 0), "x": 5e-4}, image_size=8)
+    metrics = {"knn_top1": Share(0, 0), "x": 5e-4}
+    rows = as_rows("knn", metrics, image_size=8)
     write_results(tmp_path, rows, description={"name": "x"})
-    stored = json.loads(
-        (tmp_path / "results.json").read_text(), parse_constant=pytest.fail
-    )
-    found = [(row["value"], row["low"], row["images"]) for row in stored["results"]]
-    assert found == [(None, None, 0), (5e-4, None, None)]
+
+    # Python writes NaN into JSON, where no other reader takes it.
+    text = (tmp_path / "results.json").read_text()
+    stored = json.loads(text, parse_constant=pytest.fail)["results"]
+    assert [(row["value"], row["low"], row["images"]) for row in stored] == [
+        (None, None, 0),
+        (5e-4, None, None),
+    ]
+
+    # A small value keeps its digits in the table for people.
     lines = (tmp_path / "results.md").read_text().splitlines()
-    assert [line.split("|")[4].strip() for line in lines[2:4]] == ["nan", "5.0e-04"]
+    shown = [line.split("|")[4].strip() for line in lines[2:4]]
+    assert shown == ["nan", "5.0e-04"]
 
 
 # ---- images --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("probe", PROBES, ids=[each["name"] for each in PROBES])
+@pytest.mark.parametrize("probe", PROBES, ids=[probe["name"] for probe in PROBES])
 def test_probes_never_learn_from_the_images_they_are_scored_on(shards, tmp_path, probe):
     folder = saved(tmp_path / "model", animals())
+
+    # The same split on both sides, whole or in part; the number of images they share.
     for data, number in yaml.safe_load(f"""
     - [{{val_split: train}}, 18]
     - [{{train_split: test}}, 6]
@@ -414,9 +486,9 @@ def run_folder(folder: Path, **config) -> Path:
 
 def evaluated(run: Path, *words: str) -> EvaluateRun:
     argv = [f"init={run}", *words]
+    # As the command does it: settings of the run first, so that words win.
     overrides = ["stage=evaluate", *settings_of_run(argv), *argv]
-    found = load_run({"evaluate": EvaluateRun}, None, overrides=overrides).run
-    return found
+    return load_run({"evaluate": EvaluateRun}, None, overrides=overrides).run
 
 
 # Settings of a run, and its images by the numbers in their keys: those of the bank, and those that
@@ -436,19 +508,33 @@ SETTINGS = """
 
 @rows(SETTINGS)
 def test_a_run_is_evaluated_on_the_images_it_was_evaluated_on(
-    shards, mixed_in, tmp_path, data, bank, images, split
+    shards,
+    mixed_in,
+    tmp_path,
+    data,
+    bank,
+    images,
+    split,
 ):
-    listed = tmp_path / "keys.txt"
-    listed.write_text("\n".join(keys_of("3 7 8", "train")))
+    keys = tmp_path / "keys.txt"
+    keys.write_text("\n".join(keys_of("3 7 8", "train")))
+    # The table cannot know the paths.
     if "only_keys" in data:
-        data = {"only_keys": str(listed)}
+        data = {"only_keys": str(keys)}
     if "mixture" in data:
         data = {"mixture": [{"path": str(mixed_in), "share": 0.1}]}
-    data = {"path": str(shards), "train_split": "train", "val_split": "test", **data}
+    data = {
+        "path": str(shards),
+        "train_split": "train",
+        "val_split": "test",
+        **data,
+    }
     evaluate = [{"name": "knn", "every_steps": 5}, {"name": "classification"}]
     run = run_folder(tmp_path / "base", data=data, evaluate=evaluate)
+
     train, val = splits(evaluated(run))
-    assert [key for part in train for key in _keys(part)] == keys_of(bank, "train")
+    bank_keys = [key for part in train for key in _keys(part)]
+    assert bank_keys == keys_of(bank, "train")
     assert _keys(val) == keys_of(images, split)
 
 
@@ -463,13 +549,16 @@ def test_words_on_the_command_line_win_over_the_run(shards, mixed_in, tmp_path):
     engine: {{precision: bf16}}
     """)
     run = run_folder(tmp_path / "base", **config)
-    assert evaluated(run).compute.precision == "bf16"
-    assert evaluated(run).data.evaluated == "the last 50 % of 'train'"
+    unchanged = evaluated(run)
+    assert unchanged.compute.precision == "bf16"
+    assert unchanged.data.evaluated == "the last 50 % of 'train'"
 
-    # Another split, without the dev part in the bank; other shards, whole.
+    # Another split, without the dev part in the bank.
     train, val = splits(evaluated(run, "data.val_split=test"))
     assert len(_keys(train[0])) == 9
     assert _keys(val) == keys_of("0 1 2 3 4 5", "test")
+
+    # Other shards, whole: the cut was of the run's own.
     train, val = splits(evaluated(run, f"data.path={mixed_in}"))
     assert len(_keys(train[0])) == 3
     assert len(_keys(val)) == 3
@@ -482,6 +571,7 @@ def test_words_on_the_command_line_win_over_the_run(shards, mixed_in, tmp_path):
 - [[2, 0]]
 - [[]]
 """)
+# `order[:0]` would give no image, and `order[:-1]` nearly all of them, without an error.
 def test_shots_are_at_least_one_image(shots):
     with pytest.raises(ValidationError):
         FewShotSettings(shots=tuple(shots))
@@ -492,7 +582,11 @@ def test_shots_are_at_least_one_image(shots):
 
 @pytest.mark.parametrize("is_job", [False, True])
 def test_an_evaluated_checkpoint_is_a_model_of_mlflow(
-    tmp_path, mlflow_database, monkeypatch, capsys, is_job
+    tmp_path,
+    mlflow_database,
+    monkeypatch,
+    capsys,
+    is_job,
 ):
     """With the metrics of the evaluation, and the training as its source; the run has each once."""
     from mlflow.tracking import MlflowClient
@@ -500,6 +594,8 @@ def test_an_evaluated_checkpoint_is_a_model_of_mlflow(
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     uri = f"sqlite:///{mlflow_database}"
     tracking = TrackingSettings(uri=uri, system_metrics=False)
+
+    # The training, with a point at the step of its checkpoint.
     training = tmp_path / "training"
     training.mkdir()
     (training / "config.yaml").write_text("{name: a.b}")
@@ -515,34 +611,36 @@ def test_an_evaluated_checkpoint_is_a_model_of_mlflow(
     ) as tracker:
         tracker.log({"train/loss": 1.0}, step=20)
 
+    # Its evaluation, which has a run in MLflow of its own.
     checkpoint = SimpleNamespace(step=20, folder=training / "checkpoints/step-00000020")
-    model = SimpleNamespace(
-        source="a", run=SimpleNamespace(folder=training, checkpoint=checkpoint)
-    )
+    source = SimpleNamespace(folder=training, checkpoint=checkpoint)
+    model = SimpleNamespace(source="a", run=source)
     run = evaluation(tmp_path / "x", tmp_path, [{"name": "classification"}])
     run = run.model_copy(update={"tracking": tracking, "name": "a.b-evaluation"})
     Path(run.folder).mkdir()
     with open_tracker(run, model, WORLD) as tracker:
         tracker.log({"val/top1": 0.75, "val/loss": 0.5}, step=20)
+
+    # Jobs of a cluster cannot share a database in a file, so they send nothing to it.
     if is_job:
         monkeypatch.setenv("SLURM_JOB_ID", "1")
-    log_model(run, model.run)
+    log_model(run, source)
     assert "warning" not in capsys.readouterr().out
 
     client = MlflowClient(uri)
-    (experiment,) = [e for e in client.search_experiments() if e.name == "vitscale"]
-    stored = {
-        run.info.run_name: run for run in client.search_runs([experiment.experiment_id])
-    }
-    models = client.search_logged_models([experiment.experiment_id])
-    assert len(models) == (0 if is_job else 1)
-    history = client.get_metric_history(
-        stored["a.b-evaluation"].info.run_id, "val/top1"
-    )
+    (experiment,) = client.search_experiments(filter_string="name = 'vitscale'")
+    ids = [experiment.experiment_id]
+    run_ids = {run.info.run_name: run.info.run_id for run in client.search_runs(ids)}
+    history = client.get_metric_history(run_ids["a.b-evaluation"], "val/top1")
     assert [point.value for point in history] == [0.75]
+
+    models = client.search_logged_models(ids)
+    assert len(models) == (not is_job)
     for logged in models:
-        assert (logged.name, logged.status) == ("a-b-evaluation-20", "READY")
-        assert logged.source_run_id == stored["a.b"].info.run_id
+        # MLflow allows no dot in the name of a model.
+        assert logged.name == "a-b-evaluation-20"
+        assert logged.status == "READY"
+        assert logged.source_run_id == run_ids["a.b"]
         assert logged.tags["vitscale.checkpoint"] == str(checkpoint.folder)
         values = {point.key: (point.value, point.step) for point in logged.metrics}
         assert values == {"val/top1": (0.75, 20), "val/loss": (0.5, 20)}
@@ -550,5 +648,5 @@ def test_an_evaluated_checkpoint_is_a_model_of_mlflow(
     # What is no database costs a warning and no results.
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     mlflow_database.write_bytes(b"no database")
-    log_model(run, model.run)
+    log_model(run, source)
     assert "warning: no model was recorded in MLflow (" in capsys.readouterr().out

@@ -47,13 +47,14 @@ swiglu: {mlp: swiglu, layer_scale: 0.1}
 @every(kind=KINDS)
 def test_timm_gives_equal_logits(tmp_path, kind):
     loaded = small_model(**KINDS[kind])
-    folder = export(loaded, "timm", tmp_path / "out")
-    assert (
-        off_by(timm.create_model(f"local-dir:{folder}", pretrained=True), loaded) < 1e-4
-    )
-    assert off_by(timm.create_model(f"local-dir:{folder}"), loaded) > 0.1
+    folder = f"local-dir:{export(loaded, 'timm', tmp_path / 'out')}"
+    assert off_by(timm.create_model(folder, pretrained=True), loaded) < 1e-4
+
+    # The comparison is sensitive: the same model without the weights is far off.
+    assert off_by(timm.create_model(folder), loaded) > 0.1
 
 
+# Options of timm for the same model: a file of big_vision's form says nothing of its architecture.
 @rows("""
 - [settings, options]
 - [{}, {}]
@@ -70,13 +71,19 @@ def test_npz_is_read_by_timm_and_here(tmp_path, settings, options):
     """)
     sizes |= {"mlp_ratio": 40 / 24, **options}
     model = timm.create_model("vit_base_patch16_224", **sizes)
+
+    # What only big_vision has, has its names, which timm finds below a prefix.
     is_big_vision = settings in ({"class_position": False}, {"pool": "map"})
     model.load_pretrained(path, "params/" if is_big_vision else "")
     assert off_by(model, loaded) < 1e-4
     assert off_by(open_model(path).network, loaded) < 1e-4
 
 
-EVERYTHING = {"gelu": "erf", "layer_norm_eps": 1e-5, "class_position": False}
+EVERYTHING = {
+    "gelu": "erf",
+    "layer_norm_eps": 1e-5,
+    "class_position": False,
+}
 
 
 @every(settings=[EVERYTHING, {"representation_layer": True}, {"num_classes": 0}])
@@ -85,34 +92,46 @@ def test_exported_folders_are_read_back_as_they_are(tmp_path, settings, to):
     """With everything that weights do not show: GELU, epsilon, heads, preprocessing, names."""
     how = {"mean": (0.1, 0.2, 0.3), "eval_resize": "center_crop"}
     classes = None if "num_classes" in settings else tuple("vwxyz")
-    loaded = small_model(classes=classes, preprocessing=how, **settings)
+    loaded = small_model(
+        classes=classes,
+        preprocessing=how,
+        **settings,
+    )
+
+    # Files of a temporary folder are for the owner alone; a group should read an export.
     umask = os.umask(0o027)
     try:
         folder = export(loaded, to, tmp_path / "out")
     finally:
         os.umask(umask)
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
+
     path = folder / f"model.{to}"
-    own = loaded.network.state_dict()
+    weights = loaded.network.state_dict()
     tensors = read_weights(path).tensors
-    assert tensors.keys() == own.keys()
-    assert all(torch.equal(tensors[name], own[name]) for name in own)
+    assert tensors.keys() == weights.keys()
+    assert all(torch.equal(tensors[name], weights[name]) for name in weights)
+
+    # The same model gives the same bytes, so that hashes of two exports can be compared.
     again = export(loaded, to, tmp_path / "again") / path.name
     assert again.read_bytes() == path.read_bytes()
-    found = open_model(str(folder))
-    assert found.arch == loaded.arch
-    assert found.preprocessing == loaded.preprocessing
-    assert found.classes == classes
+
+    opened = open_model(str(folder))
+    assert opened.arch == loaded.arch
+    assert opened.preprocessing == loaded.preprocessing
+    assert opened.classes == classes
 
     # Positions of other image sizes are resampled as in our runs, corners to corners.
     smaller = open_model(str(folder), image_size=8)
-    positions = own["pos_embed"][0, -16:]
-    found_4D = smaller.network.state_dict()["pos_embed"][0, -4:]
-    torch.testing.assert_close(found_4D, positions[[0, 3, 12, 15]])
+    positions = weights["pos_embed"][0, -16:]
+    resampled_4D = smaller.network.state_dict()["pos_embed"][0, -4:]
+    torch.testing.assert_close(resampled_4D, positions[[0, 3, 12, 15]])
+
+    images = images_of(loaded)
     with torch.no_grad():
-        assert torch.equal(
-            found.network(images_of(loaded)), loaded.network(images_of(loaded))
-        )
+        assert torch.equal(opened.network(images), loaded.network(images))
+
+    # A download that lacks its large file is a common state of such a folder.
     path.unlink()
     with refused("but no weights"):
         open_model(str(folder))
@@ -123,6 +142,8 @@ def test_a_card_has_the_metrics_of_the_exported_weights(tmp_path):
     loaded = small_model()
     checkpoint = SimpleNamespace(step=20, description={})
     journal = Journal(tmp_path / "run/journal.jsonl", resume_step=0)
+
+    # The run went on after the checkpoint: step 21 is of other weights.
     for step, top1 in ((10, 0.25), (20, 0.5), (21, 0.75)):
         journal.append({"val/top1": top1, "train/loss": top1}, step=step)
     journal.close()
@@ -139,9 +160,12 @@ def test_a_card_has_the_metrics_of_the_exported_weights(tmp_path):
     assert re.findall(r"^\| (\S+/.*) \|$", card, re.M) == ["val/top1 | 0.5000"]
     assert "\n# base\n" in card
     assert "- steps: 20\n" in card
+
+    # Cards are published, so a password in a URL must not be in them.
     assert "hunter2" not in card
 
 
+# Parts of our models that a format has no place for: an export without them would be another model.
 @rows("""
 - [to, settings, problem]
 - [timm, {representation_layer: true}, a representation layer]
@@ -173,15 +197,18 @@ def test_other_logits_leave_nothing(to, shift, tmp_path, monkeypatch):
     original = EXPORTS[to].write
     bias = loaded.network.get_parameter("head.bias").data
 
+    # A writer with a bug: other weights than the model's are in the folder.
     def write(self, model, folder):
-        own = bias.clone()
+        right = bias.clone()
         bias.add_(shift)
         original(self, model, folder)
-        bias.copy_(own)  # other weights than those written
+        bias.copy_(right)
 
     monkeypatch.setattr(EXPORTS[to], "write", write)
     with refused(f"gives other logits: difference {shift:.1e}"):
         export(loaded, to, tmp_path / "out")
+
+    # Of a model whose own logits are no numbers nothing can be checked.
     bias[0] = math.nan
     with refused("not finite"):
         export(loaded, to, tmp_path / "out")
@@ -190,6 +217,8 @@ def test_other_logits_leave_nothing(to, shift, tmp_path, monkeypatch):
 
 def test_formats_are_the_choices_and_name_missing_packages(monkeypatch):
     assert tuple(EXPORTS) == get_args(ExportRun.model_fields["to"].annotation)
+
+    # onnx alone is no dependency of vitscale; None makes its import fail as if it were missing.
     monkeypatch.setitem(sys.modules, "onnx", None)
     for to in "timm huggingface npz safetensors".split():
         check_packages(to)
@@ -200,6 +229,7 @@ def test_formats_are_the_choices_and_name_missing_packages(monkeypatch):
 
 # ---- transformers and onnxruntime ----------------------------------------------------------------
 
+# Each form of a ViT that transformers has a class for.
 OF_TRANSFORMERS = yaml.safe_load("""
 plain: [ViT, {}]
 no_class_position: [ViT, {class_position: false}]
@@ -224,19 +254,25 @@ def test_transformers_gives_equal_logits(tmp_path, kind):
         folder, output_loading_info=True
     )
     assert type(model).__name__.startswith(f"{name}ForImageClassification")
+
+    # transformers starts a weight that it misses at random, with no more than a warning.
     assert not any(info.values()), info
     assert off_by(open_model(str(folder)).network, loaded) < 1e-4
-    headless = export(
-        small_model(num_classes=0, **settings), "huggingface", tmp_path / "trunk"
-    )
+
+    # Without a head the class is another one, and the card's code with it.
+    trunk = small_model(num_classes=0, **settings)
+    headless = export(trunk, "huggingface", tmp_path / "trunk")
     card = (headless / "README.md").read_text()
     assert "checked: the same features in transformers" in card
     assert "pipeline_tag: image-feature-extra" in card
     assert "The model has no head." in card
     assert f"{name}Model.from_pretrained" in card
+
+    # These two would add a layer that the model does not have.
     assert ("add_pooling_layer=False" in card) == (name in ("ViT", "DeiT"))
 
 
+# A model with names of its outputs, one with a quote and a colon, and one without a head.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "classes"), [("timm", ("a", "é: 'b'", "c", "d", "e")), ("vit", ())]
@@ -245,14 +281,18 @@ def test_a_graph_gives_the_logits_and_says_what_it_needs(tmp_path, family, class
     import onnxruntime
 
     loaded = small_model(family, num_classes=len(classes), classes=classes or None)
-    session = onnxruntime.InferenceSession(
-        export(loaded, "onnx", tmp_path / "o") / "model.onnx"
-    )
+    path = export(loaded, "onnx", tmp_path / "o") / "model.onnx"
+    session = onnxruntime.InferenceSession(path)
+
+    # The size of a batch is free, though a trace knows only one.
     for batch in (1, 5):
         pixels = images_of(loaded, batch)
-        (found,) = session.run(None, {"images": pixels.numpy()})
+        (outputs,) = session.run(None, {"images": pixels.numpy()})
         with torch.no_grad():
-            assert (loaded.network(pixels) - torch.from_numpy(found)).abs().max() < 1e-4
+            expected = loaded.network(pixels)
+        assert (expected - torch.from_numpy(outputs)).abs().max() < 1e-4
+
+    # All that a program needs is in the file itself.
     known = session.get_modelmeta().custom_metadata_map
     (output,) = session.get_outputs()
     assert output.name == ("logits" if classes else "features")
@@ -270,22 +310,30 @@ PHOTO = photograph(250, 187)
 
 def own_pixels(how: Values, data: bytes) -> torch.Tensor:
     """Levels [3, S, S] as evaluations see them."""
-    out = torch.empty(3, SIDE, SIDE, dtype=torch.uint8)
-    EvaluationResize(DataSettings(path="x", global_batch=1, **how), image_size=SIDE)(
-        data, out
+    settings = DataSettings(
+        path="x",
+        global_batch=1,
+        **how,
     )
+    out = torch.empty(3, SIDE, SIDE, dtype=torch.uint8)
+    EvaluationResize(settings, image_size=SIDE)(data, out)
     return out.float()
 
 
 def exported(folder: Path, to: str, how: Values) -> Path:
-    sizes = {"image_size": SIDE, "patch_size": 16}
-    return export(
-        small_model(**sizes, preprocessing=how, classes=tuple("vwxyz")), to, folder
+    model = small_model(
+        image_size=SIDE,
+        patch_size=16,
+        preprocessing=how,
+        classes=tuple("vwxyz"),
     )
+    return export(model, to, folder)
 
 
 def levels(normalised_3SS: torch.Tensor) -> torch.Tensor:
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+    """The pixels from 0 to 255 of which these were normalised."""
+    mean = torch.tensor(MEAN).view(3, 1, 1)
+    std = torch.tensor(STD).view(3, 1, 1)
     return ((normalised_3SS * std + mean) * 255).round()
 
 
@@ -305,21 +353,27 @@ def timm_pixels(folder: Path, image: Image.Image) -> torch.Tensor:
 """)
 def test_timm_makes_the_same_pixels(tmp_path, resize, interpolation):
     """A crop on noise, where half a pixel of shift changes every value; else a photo squashed."""
-    how = {"mean": MEAN, "std": STD, "eval_interpolation": interpolation} | resize
+    how = {
+        "mean": MEAN,
+        "std": STD,
+        "eval_interpolation": interpolation,
+    } | resize
     folder = exported(tmp_path / "out", "timm", how)
-    found = open_model(str(folder)).preprocessing
-    assert found.eval_resize.removesuffix("_down") == resize.get(
-        "eval_resize", "squash"
-    )
-    is_crop = resize.get("eval_resize") == "center_crop"
+    kind = resize.get("eval_resize", "squash")
+    stored = open_model(str(folder)).preprocessing
+    assert stored.eval_resize.removesuffix("_down") == kind
+
+    # Nearly square, wide and high: rounding of sizes and of corners differs.
     for width, height in ((101, 100), (250, 187), (187, 251)):
-        noise = np.random.default_rng(0).integers(
-            0, 256, (height, width, 3), dtype=np.uint8
-        )
-        image = Image.fromarray(noise) if is_crop else PHOTO
+        image = PHOTO
+        if kind == "center_crop":
+            random = np.random.default_rng(0)
+            noise = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+            image = Image.fromarray(noise)
         data = encoded(image, "JPEG", quality=95)
-        found = timm_pixels(folder, Image.open(io.BytesIO(data)))
-        assert (found - own_pixels(how, data)).abs().max() <= 1, (width, height)
+        pixels = timm_pixels(folder, Image.open(io.BytesIO(data)))
+        difference = (pixels - own_pixels(how, data)).abs().max()
+        assert difference <= 1, (width, height)
 
 
 @every(resize="squash, center_crop, squash_crop", to="timm, huggingface")
@@ -338,11 +392,15 @@ def test_transformers_sees_the_pixels_of_timm(tmp_path, to, resize):
     # transformers' default backend differs from Pillow by one level; timm's wrapper has none.
     options = {"backend": "pil"} if to == "huggingface" else {}
     processor = AutoImageProcessor.from_pretrained(folder, **options)
-    found = levels(processor(PHOTO, return_tensors="pt")["pixel_values"][0])
-    assert (found - reference).abs().max() <= 1
+    pixels = levels(processor(PHOTO, return_tensors="pt")["pixel_values"][0])
+    assert (pixels - reference).abs().max() <= 1
     if to == "huggingface":
         (_, side), *_ = processor.size
-        shown = {"squash": "", "center_crop": "short side", "squash_crop": "square of"}
+        shown = {
+            "squash": "",
+            "center_crop": "short side",
+            "squash_crop": "square of",
+        }
         card = (folder / "README.md").read_text()
         assert re.search(f"{shown[resize]}.* {side} (x {side} )?px .bicubic.", card)
 
@@ -360,13 +418,17 @@ def test_the_card_has_the_whole_code_for_one_photograph(
     folder = exported(tmp_path / "out", to, {})
     monkeypatch.chdir(tmp_path)
     PHOTO.save("PHOTO.jpg")
+
+    # Run as a person would who copies it, each library's part on its own.
     card = (folder / "README.md").read_text()
     (code,) = re.findall("```python\n(.*?)```", card, re.S)
     for part in code.replace("FOLDER", str(folder)).split("# or\n"):
         exec(part, {})
+
     # vitscale's code is the last one, and the others name the same class.
-    named = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert set(named) == {named[-1]} < set("vwxyz")
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines]
+    assert set(names) == {names[-1]} < set("vwxyz")
 
 
 @pytest.mark.slow
@@ -379,24 +441,35 @@ def test_the_card_has_the_whole_code_for_one_photograph(
 - [squash_crop_down, bicubic]
 """)
 def test_the_card_of_a_graph_makes_its_pixels_with_pillow(
-    tmp_path, monkeypatch, capsys, resize, interpolation
+    tmp_path,
+    monkeypatch,
+    capsys,
+    resize,
+    interpolation,
 ):
     """As the model's own preprocessing does, whose logits are then the same."""
-    how = {"mean": MEAN, "std": STD, "eval_resize": resize, "eval_antialias": True}
-    how |= {"eval_interpolation": interpolation}
+    how = {
+        "mean": MEAN,
+        "std": STD,
+        "eval_resize": resize,
+        "eval_antialias": True,
+        "eval_interpolation": interpolation,
+    }
     if resize != "squash":
         how["eval_crop_fraction"] = 0.81
     folder = exported(tmp_path / "out", "onnx", how)
+
+    # The code opens PHOTO.jpg; without the losses of JPEG both see the same levels.
     monkeypatch.chdir(tmp_path)
     PHOTO.save("PHOTO.png")
     Path("PHOTO.png").rename("PHOTO.jpg")
 
     card = (folder / "README.md").read_text()
     (code,) = re.findall("```python\n(.*?)```", card, re.S)
-    names = {}
-    exec(code.replace("FOLDER", str(folder)), names)
-    found = levels(torch.from_numpy(names["images"])[0])
-    own = own_pixels(how, Path("PHOTO.jpg").read_bytes())
-    assert (found - own).abs().max() <= 1
-    named = "vwxyz"[names["logits"].argmax()]
-    assert capsys.readouterr().out.splitlines()[-1] == named
+    variables = {}
+    exec(code.replace("FOLDER", str(folder)), variables)
+    pixels = levels(torch.from_numpy(variables["images"])[0])
+    expected = own_pixels(how, Path("PHOTO.jpg").read_bytes())
+    assert (pixels - expected).abs().max() <= 1
+    name = "vwxyz"[variables["logits"].argmax()]
+    assert capsys.readouterr().out.splitlines()[-1] == name

@@ -61,7 +61,11 @@ def random_images(count: int, *, size: int = 16) -> torch.Tensor:
     """uint8 [count, 3, size, size]"""
     random = torch.Generator().manual_seed(0)
     return torch.randint(
-        0, 256, (count, 3, size, size), generator=random, dtype=torch.uint8
+        0,
+        256,
+        (count, 3, size, size),
+        generator=random,
+        dtype=torch.uint8,
     )
 
 
@@ -69,25 +73,33 @@ def maps_of(
     model: InferenceModel, images: torch.Tensor
 ) -> dict[tuple[int, int], torch.Tensor]:
     """By layer and head."""
-    found = {}
-    read_attention(
-        model, images, lambda layer, head, p: found.update({(layer, head): p.clone()})
-    )
-    return found
+    maps = {}
+
+    def keep(layer: int, head: int, p_BTT: torch.Tensor) -> None:
+        maps[layer, head] = p_BTT
+
+    read_attention(model, images, keep)
+    return maps
 
 
 def test_attention_is_timms_although_fused() -> None:
     """timm's own extraction, in its graph mode, on the same fused modules."""
-    model, images = inference_model(), random_images(2)
-    assert all(each.fused_attn for each in attention_modules(model.network))
-    found = maps_of(model, images)
-    for each in attention_modules(model.network):
-        each.fused_attn = False
+    model = inference_model()
+    images = random_images(2)
+    modules = attention_modules(model.network)
+    assert all(module.fused_attn for module in modules)
+    maps = maps_of(model, images)
+
+    # timm's hook sees weights only where they are not fused.
+    for module in modules:
+        module.fused_attn = False
     extract = AttentionExtract(model.network, method="hook")
     with torch.no_grad():
         expected = extract(images / 127.5 - 1)
-    assert len(found) == 2 * 3
-    for (layer, head), p_BTT in found.items():
+
+    # Two layers of three heads.
+    assert len(maps) == 2 * 3
+    for (layer, head), p_BTT in maps.items():
         of_timm = expected[f"blocks.{layer}.attn.attn_drop"][:, head]
         torch.testing.assert_close(p_BTT, of_timm, atol=1e-6, rtol=1e-5)
 
@@ -95,98 +107,126 @@ def test_attention_is_timms_although_fused() -> None:
 def test_distances_of_known_attention() -> None:
     """Identity: 0 px. A query that attends to prefix tokens alone counts as uniform."""
     distances = patch_distances((14, 14), stride=16)
-    assert mean_distance(torch.eye(196)[None], distances).tolist() == [0.0]
+    identity = torch.eye(196)[None]
+    assert mean_distance(identity, distances).tolist() == [0.0]
+
+    # Without its prefix nothing is left of such a row, and nothing to divide by.
     alone = torch.zeros(2, 197, 197)
     alone[:, :, 0] = 1.0
     uniform = patch_attention(alone, num_prefix_tokens=1)
     # Of all pairs on 14 x 14 patches of 16 px.
-    assert mean_distance(uniform, distances).tolist() == pytest.approx(
-        [116.49] * 2, abs=0.005
-    )
+    for distance in mean_distance(uniform, distances).tolist():
+        assert distance == pytest.approx(116.49, abs=0.005)
 
 
 def test_heads_of_a_model_equal_a_slow_loop() -> None:
     """Batches of different sizes; a class token and registers; grids count rows first."""
     model = inference_model(num_registers=2)
     images = random_images(3)
-    found = head_distances(
-        model, [images[:2], images[2:]], grid=(4, 4), stride=4, num_prefix_tokens=3
+    distances = head_distances(
+        model,
+        [images[:2], images[2:]],
+        grid=(4, 4),
+        stride=4,
+        num_prefix_tokens=3,
     )
-    maps = maps_of(model, images)
-    places = [(4 * row, 4 * column) for row in range(4) for column in range(4)]
-    for (layer, head), p_BTT in maps.items():
+
+    # The corner of each patch in pixels.
+    corners = [(4 * row, 4 * column) for row in range(4) for column in range(4)]
+    for (layer, head), p_BTT in maps_of(model, images).items():
         total = 0.0
         for rows in p_BTT[:, 3:, 3:].double():
-            for place, row in zip(places, rows, strict=True):
+            for corner, row in zip(corners, rows, strict=True):
                 weighted = sum(
-                    float(weight) * math.dist(place, other)
-                    for weight, other in zip(row, places, strict=True)
+                    float(weight) * math.dist(corner, other)
+                    for weight, other in zip(row, corners, strict=True)
                 )
+                # The weights of patches have no sum of 1: prefix tokens have a share.
                 total += weighted / float(row.sum()) / (3 * 16)
-        assert float(found[layer, head]) == pytest.approx(total, rel=1e-5)
+        assert float(distances[layer, head]) == pytest.approx(total, rel=1e-5)
 
 
 def test_rollout_is_the_product_of_all_layers() -> None:
     """Later layers on the left, of the mean of heads, half of it the identity."""
-    model, images = inference_model(depth=3), random_images(2)
+    model = inference_model(depth=3)
+    images = random_images(2)
     maps = maps_of(model, images)
-    expected = torch.eye(17, dtype=torch.float64).expand(2, -1, -1)
+
+    # Abnar & Zuidema 2020: half of each layer is its residual connection.
+    identity = torch.eye(17, dtype=torch.float64)
+    expected = identity.expand(2, -1, -1)
     for layer in range(3):
-        heads = torch.stack([maps[layer, head] for head in range(3)]).double()
+        of_layer = [maps[layer, head] for head in range(3)]
+        heads = torch.stack(of_layer).double()
         mixed = 0.5 * heads.mean(dim=0) + 0.5 * torch.eye(17)
         expected = (mixed / mixed.sum(dim=-1, keepdim=True)) @ expected
-    found = attention_rollout(model, images)
-    torch.testing.assert_close(found, expected.float(), atol=1e-6, rtol=1e-5)
+
+    rollout = attention_rollout(model, images)
+    torch.testing.assert_close(rollout, expected.float(), atol=1e-6, rtol=1e-5)
+
+    # Tokens that attend to themselves stay what they are, exactly.
     identity = torch.eye(5).repeat(2, 1, 1)
     assert torch.equal(rolled_out(identity.clone(), identity.clone()), identity)
 
 
 def test_weights_are_the_class_tokens_row_or_the_mean_of_patches() -> None:
+    # Both the class token's row and the mean of the patches' rows are 1 to 2.
     rollout = torch.tensor([[[0.4, 0.2, 0.4], [0.2, 0.5, 0.3], [0.0, 0.1, 0.9]]])
-    options = {"num_prefix_tokens": 1, "grid": (1, 2)}
     for pooled in (False, True):
-        found = patch_weights(rollout, pooled=pooled, **options)  # type: ignore[arg-type]  # as named
-        torch.testing.assert_close(found, torch.tensor([[[0.5, 1.0]]]))
+        weights = patch_weights(
+            rollout,
+            pooled=pooled,
+            num_prefix_tokens=1,
+            grid=(1, 2),
+        )
+        torch.testing.assert_close(weights, torch.tensor([[[0.5, 1.0]]]))
 
 
 # ---- weights -------------------------------------------------------------------------------------
 
 
 def test_components_are_those_of_scikit_learn() -> None:
-    filters = torch.randn(40, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    random = torch.Generator().manual_seed(0)
+    filters = torch.randn(40, 3, 3, 3, generator=random)
     components, shares = principal_components(filters, count=5)
-    expected = PCA(n_components=5, svd_solver="full").fit(
-        filters.flatten(1).double().numpy()
-    )
+    rows = filters.flatten(1).double().numpy()
+    expected = PCA(n_components=5, svd_solver="full").fit(rows)
     assert shares.tolist() == pytest.approx(expected.explained_variance_ratio_.tolist())
-    for component, other in zip(
-        components.flatten(1), expected.components_, strict=True
-    ):
+
+    pairs = zip(components.flatten(1), expected.components_, strict=True)
+    for component, other in pairs:
         assert abs(float(component @ torch.from_numpy(other))) == pytest.approx(1.0)
+        # PCA leaves the sign open; here the largest value is positive.
         assert float(component.abs().max()) == float(component.max())
+
     # Multiples of one filter, shifted by a common one, which PCA takes away.
-    alike = filters[0] + torch.linspace(-1, 3, 9)[:, None, None, None] * filters[1]
+    multiples = torch.linspace(-1, 3, 9)[:, None, None, None]
+    alike = filters[0] + multiples * filters[1]
     components, shares = principal_components(alike, count=28)
-    assert components.shape == (1, 3, 3, 3) and shares.tolist() == pytest.approx([1.0])
+    assert components.shape == (1, 3, 3, 3)
+    assert shares.tolist() == pytest.approx([1.0])
 
 
-GRID, WIDTH = (3, 5), 16
+GRID = (3, 5)
+WIDTH = 16
 
 
 def test_similarity_of_fixed_positions_equals_direct_computation() -> None:
     """|e|^2 is half the width, and the product of two sums cos of their distance per frequency."""
     pos_LD = sincos_position_embedding(GRID, width=WIDTH)
+    # Tokens without a place on the grid have no part in it.
     prefix = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
-    found = position_similarity(torch.cat([prefix, pos_LD]), grid=GRID)
-    assert found.shape == (*GRID, *GRID)
+    similarity = position_similarity(torch.cat([prefix, pos_LD]), grid=GRID)
+    assert similarity.shape == (*GRID, *GRID)
+
+    # A sine and a cosine for each of the two coordinates.
     bands = WIDTH // 4
     frequencies = [10_000 ** -(i / (bands - 1)) for i in range(bands)]
-    for (row, column, other_row, other_column), value in np.ndenumerate(found.numpy()):
+    for index, value in np.ndenumerate(similarity.numpy()):
+        row, column, other_row, other_column = index
         differences = (row - other_row, column - other_column)
-        expected = sum(math.cos(w * d) for w in frequencies for d in differences) / (
-            2 * bands
-        )
-        assert value == pytest.approx(expected, abs=1e-6)
+        cosines = [math.cos(w * d) for w in frequencies for d in differences]
+        assert value == pytest.approx(sum(cosines) / (2 * bands), abs=1e-6)
 
 
 # ---- pictures ------------------------------------------------------------------------------------
@@ -218,22 +258,26 @@ def test_what_a_model_lacks_is_left_out(
     # Names that matplotlib would read as mathematics, and fail: of a model, and below of a class.
     vit = export(small_model(num_classes=0), "safetensors", tmp_path / "$v_{$")
     assert drawn(vit, tmp_path / "a") == {"patch_filters", "position_similarity"}
-    said = capsys.readouterr().out
-    assert "left out attention_distance, attention_rollout: no images" in said
-    assert "set images=PATH" in said
+    printed = capsys.readouterr().out
+    assert "left out attention_distance, attention_rollout: no images" in printed
+    assert "set images=PATH" in printed
+
+    # What was asked for by name is not left out but an error.
+    none = tmp_path / "none"
     with refused("pictures: attention_rollout: no images"):
-        drawn(vit, tmp_path / "none", pictures=("attention_rollout",))
-    make_shard_folder(
-        tmp_path / "shards", lengths={"test": (3,)}, classes=("$a_{", "b")
-    )
-    assert drawn(vit, tmp_path / "b", tmp_path / "shards", num_images=2) == set(
-        PICTURES
-    )
+        drawn(vit, none, pictures=("attention_rollout",))
+
+    # With images a ViT has all pictures.
+    shards = tmp_path / "shards"
+    make_shard_folder(shards, lengths={"test": (3,)}, classes=("$a_{", "b"))
+    assert drawn(vit, tmp_path / "b", shards, num_images=2) == set(PICTURES)
+
+    # Another family has neither attention nor positions.
     convnext = export(small_model("timm"), "timm", tmp_path / "convnext")
-    assert drawn(convnext, tmp_path / "c", tmp_path / "shards") == {"patch_filters"}
+    assert drawn(convnext, tmp_path / "c", shards) == {"patch_filters"}
     with refused("pictures: position_similarity: only models of the fam"):
-        drawn(convnext, tmp_path / "none", pictures=("position_similarity",))
-    assert not (tmp_path / "none").exists()
+        drawn(convnext, none, pictures=("position_similarity",))
+    assert not none.exists()
 
 
 def test_the_documentation_lists_the_pictures() -> None:
@@ -245,7 +289,11 @@ def test_the_documentation_lists_the_pictures() -> None:
 
 
 def visualized(*images: Path, **values: Any) -> Visualized:
-    run = VisualizeRun(init="x", images=tuple(map(str, images)), **values)
+    run = VisualizeRun(
+        init="x",
+        images=tuple(map(str, images)),
+        **values,
+    )
     return Visualized(run, small_model(), WORLD)
 
 
@@ -254,17 +302,28 @@ def test_a_folder_gives_evenly_spaced_images_of_its_classes(tmp_path: Path) -> N
         path = tmp_path / "abc"[number % 3] / f"{number:03}.png"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(image_bytes("png", seed=number))
+    bad = tmp_path / "a/000.png"
+
+    # The first files by name would all be of the first class.
     titles, pixels = visualized(tmp_path).sheet(3)
-    assert titles == ["a", "b", "c"] and pixels.shape == (3, 3, SIZE, SIZE)
+    assert titles == ["a", "b", "c"]
+    assert pixels.shape == (3, 3, SIZE, SIZE)
+
+    # A single file is titled by its name: its folder need not be a class.
     titles, pixels = visualized(tmp_path / "b/001.png").sheet(8)
-    assert titles == ["001"] and len(pixels) == 1
-    (tmp_path / "a/000.png").write_bytes(b"no image")
+    assert titles == ["001"]
+    assert len(pixels) == 1
+
+    # A damaged file leaves the others, and its reason has no address of an object.
+    bad.write_bytes(b"no image")
     subject = visualized(tmp_path)
     assert subject.sheet(3)[0] == ["b", "c"]
     (skipped,) = subject.skipped
-    assert "000.png: cannot identify image file" in skipped and " at 0x" not in skipped
+    assert "000.png: cannot identify image file" in skipped
+    assert " at 0x" not in skipped
+
     for path, split, message in (
-        (tmp_path / "a/000.png", None, "no image can be read"),
+        (bad, None, "no image can be read"),
         (tmp_path / "no", None, "No such file"),
         (tmp_path, "test", "only shards have splits"),
     ):
@@ -275,50 +334,61 @@ def test_a_folder_gives_evenly_spaced_images_of_its_classes(tmp_path: Path) -> N
 def test_rollout_is_drawn_on_the_photograph_with_prediction_and_truth(
     tmp_path: Path,
 ) -> None:
-    make_shard_folder(
-        tmp_path / "shards", lengths={"test": (3,)}, classes=("käfer_ä", "b")
-    )
-    subject = visualized(tmp_path / "shards", num_images=2)
+    shards = tmp_path / "shards"
+    make_shard_folder(shards, lengths={"test": (3,)}, classes=("käfer_ä", "b"))
+    subject = visualized(shards, num_images=2)
     axes = draw_rollout(subject).axes
     titles, pixels = subject.sheet(2)
     expected = subject.model.logits(pixels).softmax(dim=1).max(dim=1)
-    shown = [each for each in axes if each.get_title()]
-    for each, title, share, column in zip(shown, titles, *expected, strict=True):
+
+    # Of the two panels of an image the photograph has the title.
+    photographs = [panel for panel in axes if panel.get_title()]
+    for panel, title, share, column in zip(photographs, titles, *expected, strict=True):
         name = subject.loaded.class_names[int(column)]
-        lines = each.get_title().split("\n")
+        lines = panel.get_title().split("\n")
         assert lines[0] == f"{float(share):.0%} {name}"
         # Of another model's classes nothing is true or wrong.
         assert lines[1].removeprefix("is: ") == title.replace("_", " ")
-        assert each.images[0].get_array().shape == (320, 320, 3)
+        assert panel.images[0].get_array().shape == (320, 320, 3)
+
     # The heat lies on the same crop in grey, and the bar says what its colours mean.
-    grey, heat = axes[1].images
-    assert grey.get_array().shape == heat.get_array().shape == (320, 320)
-    assert heat.get_array().max() == pytest.approx(1.0, abs=0.05)
+    grey, heat = (image.get_array() for image in axes[1].images)
+    assert grey.shape == (320, 320)
+    assert heat.shape == (320, 320)
+    assert heat.max() == pytest.approx(1.0, abs=0.05)
     assert "weight" in axes[-1].get_ylabel()
 
 
 def test_layers_are_counted_from_one(tmp_path: Path) -> None:
     make_shard_folder(tmp_path / "shards", lengths={"test": (3,)})
+    # People count layers from 1; a point at 0 would be read as the input.
     (axes,) = draw_distance(visualized(tmp_path / "shards")).axes
-    assert all(line.get_xdata().tolist() == [1, 2] for line in axes.lines[:3])
+    for line in axes.lines[:3]:
+        assert line.get_xdata().tolist() == [1, 2]
+
+    # All heads share one entry of the legend: hundreds would hide the curves.
     assert [text.get_text() for text in axes.get_legend().texts][0] == "a head"
 
 
 def test_shards_give_the_evaluations_pixels_and_classes(tmp_path: Path) -> None:
     """A damaged sample is named with its place."""
-    make_shard_folder(tmp_path / "shards", lengths={"test": (4, 3)})
-    index = read_split(str(tmp_path / "shards"), split="test")
+    shards = tmp_path / "shards"
+    make_shard_folder(shards, lengths={"test": (4, 3)})
+    index = read_split(str(shards), split="test")
     with open(index.shards[0], "r+b") as file:
         file.seek(int(index.offset[2]))
         file.write(bytes(int(index.length[2])))
-    subject = visualized(tmp_path / "shards")
+
+    # Of seven samples 0, 2 and 4 are drawn, and 2 is damaged.
+    subject = visualized(shards)
     titles, pixels = subject.sheet(3)
     expected = torch.empty(3, SIZE, SIZE, dtype=torch.uint8)
     settings = DataSettings(path="", global_batch=1)
     samples = EvaluationSamples(index, settings=settings, image_size=SIZE)
-    for title, found, number in zip(titles, pixels, (0, 4), strict=True):
+    for title, image, number in zip(titles, pixels, (0, 4), strict=True):
         label, _ = samples.fill(number, expected)
-        assert torch.equal(found, expected) and title == index.classes[label]
+        assert torch.equal(image, expected)
+        assert title == index.classes[label]
     (skipped,) = subject.skipped
     assert f" in {index.shards[0]}: " in skipped
 
@@ -328,19 +398,26 @@ def test_unprepared_images_are_converted_as_shards_are() -> None:
     photo = photograph(40, 30)
     for exif in (b"", b"Exif\0\0" + b"II*\0\xff\xff\xff\xff"):
         assert converted_pixels(encoded(photo, "JPEG", quality=95, exif=exif)) is None
+
+    # A rotation in EXIF, and transparency: data_prep stores them turned and on white.
     turned = encoded(photo, "JPEG", quality=95, exif=rotated(6))
     clear = photo.copy()
     clear.putalpha(0)
     for content in (turned, encoded(clear, "PNG")):
         stored = check_image(content, settings=ImageSettings(), convert=True).content
-        found = converted_pixels(content)
-        assert found is not None and np.abs(found.int() - decoded(stored)).max() <= 10
+        pixels = converted_pixels(content)
+        assert pixels is not None
+        # What is stored is a JPEG, which moves levels a little.
+        assert np.abs(pixels.int() - decoded(stored)).max() <= 10
+
+    # Nothing, no image, half of one, and a format that shards never hold.
     for bad in (b"", b"no image", turned[:200], encoded(photo, "PPM")):
         with pytest.raises((OSError, ValueError)):
             converted_pixels(bad)
 
 
 def test_names_that_are_no_utf8_are_escaped() -> None:
+    # Python decodes such a name with surrogates, which no file of results can be written with.
     files = Images(paths=[os.fsdecode(b"\xff.jpg"), "b.jpg"])
     assert files.names([1, 0]) == ["b.jpg", "\\xff.jpg"]
 
@@ -349,12 +426,14 @@ def test_shards_come_alone(tmp_path: Path) -> None:
     make_shard_folder(tmp_path / "shards")
     shards = str(tmp_path / "shards")
     images = find_inputs(PredictRun(init="x", images=(shards,)))
-    assert (images.total, images.label_name(1), images.label_name(-1)) == (
-        2,
-        "dog",
-        None,
-    )
+    assert images.total == 2
+    assert images.label_name(1) == "dog"
+
+    # -1 stands for an image without a label.
+    assert images.label_name(-1) is None
     assert len(set(images.names([0, 1]))) == 2
+
+    # Labels of two folders may mean different classes.
     with refused("is a shard folder, and 2 inputs are given"):
         find_inputs(PredictRun(init="x", images=(shards, shards)))
 
@@ -363,7 +442,11 @@ def test_a_long_name_is_broken_between_words_and_never_shortened_in_the_middle()
     None
 ):
     assert caption("7", width=3) == "7"
+
+    # Underscores of folder names are places to break, too.
     name = "capital_letter_a_with_acute"
     assert caption(name, width=16, num_lines=2) == "capital letter a\nwith acute"
+
+    # What does not fit is left out with a mark.
     assert caption("tench, Tinca tinca, a fish", width=14) == "tench, Tinca …"
     assert caption("neu_mono_ä0005", width=46) == "neu mono ä0005"

@@ -41,39 +41,35 @@ def network(num_classes: int, *, seed: int = 0, **changes: Any) -> torch.nn.Modu
     return build_model(settings.resolved(num_classes=num_classes), seed=seed)
 
 
-def start(init: Path) -> tuple[list[str], torch.nn.Module]:
-    values: Values = {
-        "name": "x",
-        "init": str(init),
-        "model": SMALL,
-        "keep_head": False,
-    }
-    values |= {"data": {"path": "none", "global_batch": 64}, "optim": {"lr": 0.1}}
-    run = FinetuneRun.model_validate(values | {"schedule": {"steps": 1}})
-    model = network(2, seed=1)
+def load(run: FinetuneRun, *, seed: int = 1) -> tuple[list[str], Any]:
+    """The lines that a start prints, and its network of two classes with the weights of `init`."""
+    arch: Any = run.model.resolved(num_classes=2)
+    model = build_model(arch, seed=seed)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
-        arch = run.model.resolved(num_classes=2)
-        return load_initial_weights(model, arch, run)[1], model
+        _, lines = load_initial_weights(model, arch, run)
     except UserError:
-        assert all(
-            torch.equal(value, before[name])
-            for name, value in model.state_dict().items()
-        )
+        # A refusal half way would leave a model that nobody has trained.
+        after = model.state_dict()
+        assert all(torch.equal(value, before[name]) for name, value in after.items())
         raise
+    return lines, model
 
 
 def test_training_says_what_the_weights_expect(tmp_path: Path) -> None:
-    weights, theirs = tmp_path / "model.safetensors", network(4).state_dict()
-    save_file(theirs, weights)
-    said, model = start(weights)
-    assert said[0] == f"starting from {weights}, timm's names"
-    assert said[1:] == [
+    weights = tmp_path / "model.safetensors"
+    tensors = network(4).state_dict()
+    save_file(tensors, weights)
+    lines, model = started(Path("none"), weights, keep_head=False)
+    assert lines[0] == f"starting from {weights}, timm's names"
+
+    # A bare file tells neither: timm's models have exact GELU and ImageNet's colours.
+    assert lines[1:] == [
         "warning: this run has gelu=tanh mean=[0.5, 0.5, 0.5] std=[0.5, 0.5, 0.5]; its weights "
         "probably expect other values; next: model.gelu=erf "
         "'data.mean=[0.485, 0.456, 0.406]' 'data.std=[0.229, 0.224, 0.225]'"
     ]
-    assert torch.equal(model.get_parameter("cls_token"), theirs["cls_token"])
+    assert torch.equal(model.cls_token, tensors["cls_token"])
 
 
 # ---- a run of ours ------------------------------------------------------------------------------
@@ -87,9 +83,13 @@ def shards(tmp_path: Path) -> Path:
 
 def values_of(shards: Path, **changes: Any) -> Values:
     """A configuration; changes: of `model` and `data`."""
-    data = {"path": str(shards), "global_batch": 64}
-    values: Values = {"name": "x", "model": dict(SMALL), "data": data}
-    values |= {"optim": {"lr": 0.1}, "schedule": {"steps": 1}}
+    values: Values = {
+        "name": "x",
+        "model": dict(SMALL),
+        "data": {"path": str(shards), "global_batch": 64},
+        "optim": {"lr": 0.1},
+        "schedule": {"steps": 1},
+    }
     for section, keys in changes.items():
         values[section] = values.get(section, {}) | keys
     return values
@@ -102,12 +102,24 @@ def write_run(
     run = FinetuneRun.model_validate(values_of(shards, **changes))
     arch: Any = run.model.resolved(num_classes=len(classes))
     model = build_model(arch, seed=3)
+
+    # A new head is zero, and rows of zeros could not be told apart.
     torch.nn.init.normal_(model.head.weight)
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
-    description = {"architecture": arch.description(), "grid": arch.grid, "ema": None}
-    of_step: Values = {"step": 1, "attempt": "a", "rank": 0, "keep": 1, "progress": {}}
-    save = Save(checkpoints=folder / "checkpoints", description=description, **of_step)
-    (folder / "checkpoints").mkdir(parents=True)
+    save = Save(
+        checkpoints=folder / "checkpoints",
+        step=1,
+        attempt="a",
+        rank=0,
+        keep=1,
+        progress={},
+        description={
+            "architecture": arch.description(),
+            "grid": arch.grid,
+            "ema": None,
+        },
+    )
+    save.checkpoints.mkdir(parents=True)
     commit_save(save, [saved_bytes(tensors)], gather=only_this_rank)
     (folder / "config.yaml").write_text(run_to_yaml(run))
     (folder / "classes.json").write_text(json.dumps(classes))
@@ -118,14 +130,13 @@ def started(
     shards: Path, init: Path, *, keep_head: Any = True, **changes: Any
 ) -> tuple[list[str], Any]:
     values = values_of(shards, **changes) | {"init": str(init), "keep_head": keep_head}
-    run = FinetuneRun.model_validate(values)
-    arch: Any = run.model.resolved(num_classes=2)
-    model = build_model(arch, seed=1)
-    return load_initial_weights(model, arch, run)[1], model
+    return load(FinetuneRun.model_validate(values))
 
 
+# What differs from the run that is loaded, and what the warning says of it: what this run has, and
+# the words that would undo it. Regularisation may differ: it is no property of weights.
 @rows("""
-- [changes, said]
+- [changes, words]
 - [{}, null]
 - [{model: {gelu: erf}}, [gelu=erf, model.gelu=tanh]]
 - [{model: {layer_norm_eps: 0.1}}, [layer_norm_eps=0.1, model.layer_norm_eps=1e-06]]
@@ -135,13 +146,13 @@ def started(
 - [{model: {dropout: 0.1, drop_path: 0.2}}, null]
 """)
 def test_our_own_runs_are_compared_as_other_weights_are(
-    shards: Path, tmp_path: Path, changes: Values, said: list[str] | None
+    shards: Path, tmp_path: Path, changes: Values, words: list[str] | None
 ) -> None:
     write_run(tmp_path / "run", shards)
     lines, _ = started(shards, tmp_path / "run", **changes)
     expected = []
-    if said:
-        has, wants = said
+    if words:
+        has, wants = words
         expected = [
             f"warning: this run has {has}; its weights expect other values; next: {wants}"
         ]
@@ -161,40 +172,43 @@ def test_another_number_of_heads_is_refused_where_it_is_known(
     started(shards, init)
     with refused(r"have 3 attention heads, and this run 6(?s:.*)num_heads=3"):
         started(shards, init, model={"num_heads": 6})
+
+    # Where tensors do not fit either, that is the first thing to say.
     with refused("tensors do not fit"):
         started(shards, init, model={"num_heads": 6, "width": 384})
 
 
 def test_an_unfinished_run_is_called_so(shards: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
     pixels = {"interpolation": "bicubic", "eval_interpolation": "bilinear"}
-    objective = {"loss": "bce"}
-    write_run(
-        tmp_path / "run",
-        shards,
-        data=pixels,
-        objective=objective,
-    )
-    opened = open_model(str(tmp_path / "run"))
-    assert (opened.preprocessing.eval_interpolation, opened.independent) == (
-        "bilinear",
-        True,
-    )
-    for total, said in ((1, "step 1"), (40, "step 1 of 40, not finished")):
-        record_start(tmp_path / "run", first_step=0, total_steps=total)
-        lines, _ = started(shards, tmp_path / "run")
-        assert lines[0].endswith(said)
+    write_run(run, shards, data=pixels, objective={"loss": "bce"})
+
+    # It is opened as it is: with its evaluation's resizing, not its training's, and its loss.
+    opened = open_model(str(run))
+    assert opened.preprocessing.eval_interpolation == "bilinear"
+    assert opened.independent
+
+    # Weights of a run that was interrupted are easily taken for its result.
+    for total, ending in ((1, "step 1"), (40, "step 1 of 40, not finished")):
+        record_start(run, first_step=0, total_steps=total)
+        lines, _ = started(shards, run)
+        assert lines[0].endswith(ending)
 
 
 def test_a_head_of_a_run_is_kept_by_name(shards: Path, tmp_path: Path) -> None:
-    theirs = write_run(tmp_path / "run", shards, classes=("dog", "cat"))
-    lines, model = started(shards, tmp_path / "run")
-    assert torch.equal(model.head.weight, theirs.head.weight[[1, 0]])
+    run = tmp_path / "run"
+    source = write_run(run, shards, classes=("dog", "cat"))
+    lines, model = started(shards, run)
+    assert torch.equal(model.head.weight, source.head.weight[[1, 0]])
     assert lines[1] == "kept 2 of 2 classes of the head, matched by name"
+
+    # A cat would get the weights of the owl.
     write_run(tmp_path / "other", shards, classes=("dog", "owl"))
     with refused(r"\(dog, owl, ...\) include 1 of the 2"):
         started(shards, tmp_path / "other")
 
 
+# The same classes in any order; others; and models whose head reads other features than the run's.
 @rows("""
 - [classes, changes, is_kept]
 - [[cat, dog], {}, true]
@@ -205,34 +219,47 @@ def test_a_head_of_a_run_is_kept_by_name(shards: Path, tmp_path: Path) -> None:
 - [[cat, dog], {representation_layer: true}, false]
 """)
 def test_by_default_a_head_is_kept_for_the_same_classes(
-    shards: Path, tmp_path: Path, classes: list[str], changes: Values, is_kept: bool
+    shards: Path,
+    tmp_path: Path,
+    classes: list[str],
+    changes: Values,
+    is_kept: bool,
 ) -> None:
-    theirs = write_run(tmp_path / "run", shards, classes=tuple(classes))
-    changes = {"class_token": True, **changes} if changes.get("pool") else changes
+    source = write_run(tmp_path / "run", shards, classes=tuple(classes))
+    # Without a class token the tensors would not fit, and the head would not matter.
+    if "pool" in changes:
+        changes["class_token"] = True
     lines, model = started(shards, tmp_path / "run", keep_head="auto", model=changes)
     if is_kept:
         order = [classes.index(name) for name in CLASSES]
-        assert torch.equal(model.head.weight, theirs.head.weight[order])
+        assert torch.equal(model.head.weight, source.head.weight[order])
     else:
         assert "the head is new: init has none for these classes" in lines
+        # With a representation layer the head is the last of three modules.
         last = model.head if hasattr(model.head, "weight") else model.head[2]
         assert not last.weight.any()
 
 
 def test_misfits_name_the_keys_that_would_fit(tmp_path: Path) -> None:
-    other = network(
-        4, pool="gap", pool_norm=True, layer_scale=0.1, mlp_width=24
-    ).state_dict()
-    np.savez(
-        tmp_path / "model.npz", **{name: value.numpy() for name, value in other.items()}
-    )
+    path = tmp_path / "model.npz"
+    changes = {
+        "pool": "gap",
+        "pool_norm": True,
+        "layer_scale": 0.1,
+        "mlp_width": 24,
+    }
+    tensors = network(4, **changes).state_dict()
+    arrays = {name: value.numpy() for name, value in tensors.items()}
+    np.savez(path, **arrays)
     with refused("tensors do not fit") as caught:
-        start(tmp_path / "model.npz")
+        started(Path("none"), path, keep_head=False)
+
+    # One refusal has all keys, or the user would find them one by one.
     advice = caught.value.next_step
-    assert advice is not None and advice.startswith("these weights need ")
-    assert {"model.mlp_width=24", "model.pool=gap", "model.pool_norm=true"} <= set(
-        advice.split()
-    )
+    assert advice is not None
+    assert advice.startswith("these weights need ")
+    keys = {"model.mlp_width=24", "model.pool=gap", "model.pool_norm=true"}
+    assert keys <= set(advice.split())
 
 
 # ---- rows of a head -----------------------------------------------------------------------------
@@ -243,27 +270,36 @@ def head(
 ) -> dict[str, torch.Tensor]:
     """Row i has weights i and bias -i."""
     rows = torch.arange(float(num_classes))
-    found = {"cls_token": torch.ones(1, 1, 2), "head.0.weight": torch.ones(2, 2)}
+    # Other tensors, one of them of a layer before the head, which has no rows of classes.
+    tensors = {
+        "cls_token": torch.ones(1, 1, 2),
+        "head.0.weight": torch.ones(2, 2),
+    }
     for name in names:
-        found |= {f"{name}.weight": rows[:, None].repeat(1, 2), f"{name}.bias": -rows}
-    return found
+        tensors[f"{name}.weight"] = rows[:, None].repeat(1, 2)
+        tensors[f"{name}.bias"] = -rows
+    return tensors
 
 
 def test_999_of_imagenets_classes_are_in_the_21k_head() -> None:
     target = known_space("imagenet_1k")
-    found, said = kept(head(21_843), None, target)
-    assert said.startswith("kept 999 of 1,000 classes of the head, matched by")
-    assert (
-        said.endswith(f"zero weights for {TEDDY_BEAR}")
-        and target.index(TEDDY_BEAR) == 850
-    )
-    assert found["head.weight"].shape == (1000, 2)
-    lacking = found["head.weight"].abs().sum(1) == 0
+    tensors, line = kept(head(21_843), None, target)
+    assert line.startswith("kept 999 of 1,000 classes of the head, matched by")
+    assert line.endswith(f"zero weights for {TEDDY_BEAR}")
+    assert target.index(TEDDY_BEAR) == 850
+
+    # The class without weights has the smallest bias, so that it is never the guess.
+    weight = tensors["head.weight"]
+    assert weight.shape == (1000, 2)
+    lacking = weight.abs().sum(1) == 0
     assert lacking.nonzero().flatten().tolist() == [850]
-    assert found["head.bias"][850] == found["head.bias"].min()
-    full = known_space("imagenet_21k_goog")
-    assert [full[int(row)] for row in found["head.weight"][:3, 0]] == list(target[:3])
-    assert torch.equal(found["cls_token"], torch.ones(1, 1, 2))
+    assert tensors["head.bias"][850] == tensors["head.bias"].min()
+
+    # A row's value is its number in the source, by timm's list of that release.
+    source = known_space("imagenet_21k_goog")
+    kept_names = [source[int(row)] for row in weight[:3, 0]]
+    assert kept_names == list(target[:3])
+    assert torch.equal(tensors["cls_token"], torch.ones(1, 1, 2))
 
 
 def kept(
@@ -272,21 +308,27 @@ def kept(
     target: tuple[str, ...],
     keep: Any = "slice",
 ) -> tuple[dict[str, torch.Tensor], str]:
-    given = Weights(tensors=weights, classes=source, where="there")
-    found, (said,) = with_head(given, target, keep=keep)
-    return found.tensors, said
+    given = Weights(
+        tensors=weights,
+        classes=source,
+        where="there",
+    )
+    changed, (line,) = with_head(given, target, keep=keep)
+    return changed.tensors, line
 
 
+# The two heads of a distilled model, and a head behind a representation layer.
 @pytest.mark.parametrize("names", [("head", "head_dist"), ("head.2",)])
 def test_own_names_choose_and_order_the_rows(names: tuple[str, ...]) -> None:
-    weights, source = head(4, names=names), ("cat", "dog", "cow", "owl")
-    found, said = kept(weights, source, ("owl", "cat"))
-    assert said == "kept 2 of 2 classes of the head, matched by name"
+    source = ("cat", "dog", "cow", "owl")
+    tensors, line = kept(head(4, names=names), source, ("owl", "cat"))
+    assert line == "kept 2 of 2 classes of the head, matched by name"
     for name in names:
-        assert found[f"{name}.weight"].tolist() == [[3, 3], [0, 0]]
-        assert found[f"{name}.bias"].tolist() == [-3, 0]
+        assert tensors[f"{name}.weight"].tolist() == [[3, 3], [0, 0]]
+        assert tensors[f"{name}.bias"].tolist() == [-3, 0]
 
 
+# Names that have no class in common, no names, too few names, no head at all.
 @pytest.mark.parametrize(
     "weights, source, message",
     [
@@ -303,18 +345,20 @@ def test_too_few_matches_are_one_error(weights: Any, source: Any, message: str) 
 
 def test_a_whole_head_is_kept_for_the_same_classes_in_any_order() -> None:
     """DeiT at 384 px; rows are matched by name where both sides have names."""
-    same, said = kept(head(3), COWS, COWS, True)
-    assert said == "kept 3 of 3 classes of the head"
-    assert torch.equal(same["head.weight"], head(3)["head.weight"])
-    other, said = kept(head(3), COWS, ("cow", "cat", "dog"), True)
-    assert said.endswith("matched by name") and other["head.bias"].tolist() == [
-        -2,
-        0,
-        -1,
-    ]
-    unnamed, said = kept(head(3), None, COWS, True)
-    assert "have no names: taken in the shards' order" in said
-    assert torch.equal(unnamed["head.weight"], head(3)["head.weight"])
+    weight = head(3)["head.weight"]
+    same, line = kept(head(3), COWS, COWS, True)
+    assert line == "kept 3 of 3 classes of the head"
+    assert torch.equal(same["head.weight"], weight)
+
+    other, line = kept(head(3), COWS, ("cow", "cat", "dog"), True)
+    assert line.endswith("matched by name")
+    assert other["head.bias"].tolist() == [-2, 0, -1]
+
+    # Nothing tells the order of unnamed outputs, so the assumption is said.
+    unnamed, line = kept(head(3), None, COWS, True)
+    assert "have no names: taken in the shards' order" in line
+    assert torch.equal(unnamed["head.weight"], weight)
+
     # Another class, a part of them, and numbers.
     for names, target in (
         ("cat dog cow", "cat dog owl"),

@@ -76,9 +76,8 @@ def write_chain(folder: Path, text: str = CHAIN) -> Path:
 
 
 def chain_of(path: Path, *overrides: str, cluster: str = "local") -> Chain:
-    return load_chain(
-        load_run(ChainRun, path, overrides=overrides).run, cluster=cluster
-    )
+    run = load_run(ChainRun, path, overrides=overrides).run
+    return load_chain(run, cluster=cluster)
 
 
 def steps_of(chain: Chain, stage: str) -> list[ChainStep]:
@@ -105,32 +104,41 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def test_a_stage_has_a_run_for_each_combination_and_each_input(folder):
     chain = chain_of(write_chain(folder))
+
+    # The order of the steps is one in which they can run.
     before = set()
     for step in chain.steps:
         assert set(step.needs) <= before
         before.add(step.name)
     assert len(before) == 10
+
     tuned = steps_of(chain, "finetune")
     evaluations = steps_of(chain, "evaluate")
     names = [f"lr-{lr}_seed-{seed}" for lr in (0.01, 0.001) for seed in (3, 4)]
     assert [str(step.folder) for step in tuned] == [
-        f"runs/small/finetune/{n}" for n in names
+        f"runs/small/finetune/{name}" for name in names
     ]
+    # An evaluation of a swept run has that run's name, and needs it alone.
     assert [str(step.folder) for step in evaluations] == [
-        f"runs/small/evaluate/{n}" for n in names
+        f"runs/small/evaluate/{name}" for name in names
     ]
     assert [step.needs for step in evaluations] == [
         ("shards", step.name) for step in tuned
     ]
+
     last = tuned[-1].run
     assert last.optim.lr == 0.001
     assert last.seed == 4
     assert last.init == "runs/small/pretrain"
     assert last.data.path == "shards"
+
+    # In MLflow, tables are grouped by what the chain has varied.
     assert last.tracking.tags == {
-        "chain": "small", "chain.stage": "finetune",
-        "chain.finetune.optim.lr": "0.001", "chain.finetune.seed": "4",
-    }  # fmt: skip
+        "chain": "small",
+        "chain.stage": "finetune",
+        "chain.finetune.optim.lr": "0.001",
+        "chain.finetune.seed": "4",
+    }
 
 
 def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder):
@@ -139,12 +147,12 @@ def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder):
         "inputs: {data.path: shards}, sweep: {data.first_percent: [1, 10], seed: [7]}}",
     ).replace(SWEEP, "")
     steps = steps_of(chain_of(write_chain(folder, text)), "finetune")
-    assert [step.name for step in steps] == [
-        f"finetune/first-percent-{share}_seed-7" for share in (1, 10)
-    ]
+    names = [f"finetune/first-percent-{share}_seed-7" for share in (1, 10)]
+    assert [step.name for step in steps] == names
     for step, share in zip(steps, ("1", "10"), strict=True):
         assert isinstance(step.run, FinetuneRun)
         assert step.run.seed == 7
+        # The share is of the pre-training's images: the transfer has all of its own.
         assert step.run.data.first_percent == 100
         assert step.run.tracking.tags["chain.pretrain.data.first_percent"] == share
 
@@ -152,28 +160,32 @@ def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder):
 def test_variants_change_several_settings_and_meet_those_of_the_same_name(folder):
     variants = "variants: {plain: [], wide: [model.width=32, model.mlp_width=64]}"
     text = CHAIN.replace(SWEEP, f"    {variants}\n    sweep: {{seed: [3, 4]}}\n")
-    widths = {"plain": 16, "wide": 32}
+    # The second chain has the variants in both stages: wide transfers start from wide runs.
     both = text.replace("{data.path: shards}}", f"{{data.path: shards}}, {variants}}}")
     for content in (text, both):
         steps = steps_of(chain_of(write_chain(folder, content)), "finetune")
-        assert {step.name: step.run.model.width for step in steps} == {
-            f"finetune/{name}_seed-{seed}": widths[name]
-            for name in widths
-            for seed in (3, 4)
+        widths = {step.name: step.run.model.width for step in steps}
+        assert widths == {
+            "finetune/plain_seed-3": 16,
+            "finetune/plain_seed-4": 16,
+            "finetune/wide_seed-3": 32,
+            "finetune/wide_seed-4": 32,
         }
 
 
 def test_overrides_of_the_chain_reach_runs_that_have_the_key():
-    chain = chain_of(
-        Path("chain.yaml"), "overrides=[launch.partition=fast,tracking.uri=null]"
-    )
+    # A preparation has no `tracking`, and the chain is loaded all the same.
+    path = Path("chain.yaml")
+    chain = chain_of(path, "overrides=[launch.partition=fast,tracking.uri=null]")
     assert {step.run.launch.partition for step in chain.steps} == {"fast"}
+
+    # What no stage has is a typing error.
     with refused("trakcing.uri=null: no stage has this key"):
-        chain_of(
-            Path("chain.yaml"), "overrides=[launch.partition=fast,trakcing.uri=null]"
-        )
+        chain_of(path, "overrides=[launch.partition=fast,trakcing.uri=null]")
 
 
+# One change of the chain's file each: its stages, a value of one of its runs, two runs that would
+# write the same folder, and keys that the chain itself decides.
 @rows(r"""
 - [old, new, message]
 - ["data.path: shards}}\n  - {name", "init: evaluate}}\n  - {name", "circle: .*evaluate"]
@@ -189,6 +201,7 @@ def test_overrides_of_the_chain_reach_runs_that_have_the_key():
 - ["[launch.num_tasks=2]", "[], sweep: {seed: [1]}", "data_prep has no sweep"]
 """)
 def test_wrong_chains_are_refused(folder, old, new, message):
+    # A replacement that changes nothing would test the right chain.
     assert CHAIN.count(old) == 1
     path = write_chain(folder, CHAIN.replace(old, new))
     with refused(message):
@@ -203,6 +216,8 @@ def test_chains_of_the_repository_load(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     steps = chain_of(path, cluster="slurm").steps
     assert len(steps) > 4
+
+    # A model that timm has renamed would fail in a job; on "meta" it takes no memory.
     for arch in {getattr(step.run, "model", None) for step in steps}:
         if isinstance(arch, TimmSettings):
             with torch.device("meta"):
@@ -214,16 +229,19 @@ def test_chains_of_the_repository_load(path, monkeypatch):
 
 def sweep_of(stage: str, *words: str) -> Values:
     """Name -> run."""
-    argv = ["--config", f"{stage}.yaml", *words]
     command = launch_command(
-        argv, program="vitscale launch --local", switches={}, description=""
+        ["--config", f"{stage}.yaml", *words],
+        program="vitscale launch --local",
+        switches={},
+        description="",
     )
-    return {
-        step.name: step.run for step in load_chain(command.run, cluster="local").steps
-    }
+    chain = load_chain(command.run, cluster="local")
+    return {step.name: step.run for step in chain.steps}
 
 
 def test_a_list_that_is_no_value_of_its_key_is_a_sweep():
+    # A crop area is a list itself: two numbers are one value, and no sweep. What is no value of
+    # its key in any way, or no list, is left to the usual errors.
     sweeps = yaml.safe_load("""
     optim.lr=[1e-3,0.01]: [0.001, 0.01]
     optim.name=[adamw, sgd]: [adamw, sgd]
@@ -241,14 +259,14 @@ def test_a_list_that_is_no_value_of_its_key_is_a_sweep():
     """)
     for text, expected in sweeps.items():
         key = text.partition("=")[0]
-        found = _sweeps(["--config", "pretrain.yaml", text])
-        assert found == ({} if expected is None else {key: expected}), text
+        sweep = _sweeps(["--config", "pretrain.yaml", text])
+        assert sweep == ({} if expected is None else {key: expected}), text
 
 
 def test_runs_of_a_sweep_are_named_by_what_differs():
-    runs = sweep_of(
-        "pretrain", "optim.lr=[1e-3,0.01]", "seed=[2,3]", "model.width=32", "name=x"
-    )
+    # What all runs share, width and name, is no part of a run's name.
+    varied = ("optim.lr=[1e-3,0.01]", "seed=[2,3]")
+    runs = sweep_of("pretrain", *varied, "model.width=32", "name=x")
     assert list(runs) == [
         f"pretrain/lr-{lr}_seed-{seed}" for lr in (0.001, 0.01) for seed in (2, 3)
     ]
@@ -257,13 +275,18 @@ def test_runs_of_a_sweep_are_named_by_what_differs():
     assert run.seed == 3
     assert run.model.width == 32
     assert run.folder == "runs/x/pretrain/lr-0.01_seed-3"
+
+    # Paths have no place in a folder's name, and without a name there is the file's.
     runs = sweep_of("finetune", "init=[runs/a,runs/b]")
     assert [run.init for run in runs.values()] == ["runs/a", "runs/b"]
-    assert all(
-        run.folder.startswith("runs/base-sweep/finetune/") for run in runs.values()
-    )
+    for run in runs.values():
+        assert run.folder.startswith("runs/base-sweep/finetune/")
+
+    # One wrong value is named with its run.
     with refused("(?s)optim.lr.*in: pretrain/lr-fast"):
         sweep_of("pretrain", "optim.lr=[0.1,fast]")
+
+    # A preparation has no sweep, and a missing file has an error of its own.
     for file in ("data.yaml", "lost.yaml"):
         assert _sweeps(["--config", file, "seed=[0,1]"]) == {}
 
@@ -299,39 +322,54 @@ def test_a_run_is_done_when_its_folder_says_so(chain: Chain):
     (pretrain,) = steps_of(chain, "pretrain")
     assert texts(chain, "shards") == {"done"}
     assert texts(chain, "pretrain") == {"missing"}
+
+    # A training of 20 steps.
     write_training(pretrain, at=7)
     assert texts(chain, "pretrain") == {"resumable (step 7)"}
     train(chain, "pretrain", "finetune")
-    assert texts(chain, "pretrain") == texts(chain, "finetune") == {"done"}
+    assert texts(chain, "pretrain") == {"done"}
+    assert texts(chain, "finetune") == {"done"}
+
     assert texts(chain, "evaluate") == {"missing"}
     for step in steps_of(chain, "evaluate"):
         write_evaluation(step)
     assert texts(chain, "evaluate") == {"done"}
+
+    # Results that are older than the weights are of other weights.
     os.utime(steps_of(chain, "evaluate")[0].folder / "results.json", (1, 1))
     assert texts(chain, "evaluate") == {"done", "old"}
-    weights = next(
-        (pretrain.folder / "checkpoints/step-00000020").glob("*.safetensors")
-    )
+
+    # A damaged last checkpoint does not count, and the one before it does.
+    last = pretrain.folder / "checkpoints/step-00000020"
+    (weights,) = last.glob("*.safetensors")
     weights.write_bytes(b"cut")
     assert texts(chain, "pretrain") == {"resumable (step 7)"}
 
 
 def test_a_run_with_other_settings_is_repeated_or_refused(chain: Chain, folder):
+    path = folder / "chain.yaml"
     train(chain, "pretrain", "finetune")
     for step in steps_of(chain, "evaluate"):
         write_evaluation(step)
-    path = folder / "evaluate.yaml"
-    path.write_text(path.read_text() + "init_weights: model\nlaunch: {nodes: 2}\n")
-    assert texts(chain_of(folder / "chain.yaml"), "evaluate") == {"old"}
+
+    # An evaluation is cheap: it is repeated where a setting of it has changed.
+    evaluate = folder / "evaluate.yaml"
+    evaluate.write_text(
+        evaluate.read_text() + "init_weights: model\nlaunch: {nodes: 2}\n"
+    )
+    assert texts(chain_of(path), "evaluate") == {"old"}
+
+    # Settings that decide no weight may change.
     changes = "launch.timeout_min=7, checkpoint.every_steps=9, data.num_workers=0"
-    assert texts(
-        chain_of(folder / "chain.yaml", f"overrides=[{changes}]"), "pretrain"
-    ) == {"done"}
-    path = folder / "pretrain.yaml"
-    path.write_text(path.read_text().replace("0.001", "0.002"))
+    changed = chain_of(path, f"overrides=[{changes}]")
+    assert texts(changed, "pretrain") == {"done"}
+
+    # A training is never thrown away by a chain.
+    pretrain = folder / "pretrain.yaml"
+    pretrain.write_text(pretrain.read_text().replace("0.001", "0.002"))
     expected = r"(?s)trained to step 20.*lr: made with 0.001, now 0.002"
     with refused(expected):
-        check_unchanged(chain_states(chain_of(folder / "chain.yaml")))
+        check_unchanged(chain_states(chain_of(path)))
 
 
 def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder):
@@ -339,33 +377,40 @@ def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder
     train(chain, "finetune")
     with refused("starts from is missing or incomplete: shards, pretrain"):
         check_unchanged(chain_states(chain))
+
     manifest = folder / "shards/manifest.json"
     content = json.loads(manifest.read_text())
-    config = steps_of(chain, "shards")[0].run.model_dump(
-        mode="json", include={"labels"}
-    )
+
+    def note(**changes: object) -> None:
+        manifest.write_text(json.dumps(content | changes))
+
+    # A hash of a file that the settings no longer name says nothing.
+    run = steps_of(chain, "shards")[0].run
+    config = run.model_dump(mode="json", include={"labels"})
     config["labels"]["map_blake3"] = "0"
-    manifest.write_text(json.dumps(content | {"config": config}))
+    note(config=config)
     assert texts(chain, "shards") == {"done"}
-    for place, state in (("images", "done"), ("elsewhere", "changed"), ("", "done")):
+
+    for name, state in (("images", "done"), ("elsewhere", "changed"), ("", "done")):
         # An earlier version did not note it.
-        made_from = str(folder / place) if place else ""
-        manifest.write_text(
-            json.dumps(content | {"config": config, "source_path": made_from})
-        )
+        source = str(folder / name) if name else ""
+        note(config=config, source_path=source)
         assert texts(chain, "shards") == {state}
-    manifest.write_text(
-        json.dumps(content | {"config": {"seed": 9, "launch": {"nodes": 7}}})
-    )
+
+    # Where a preparation ran changes no shard; its seed does.
+    note(config={"seed": 9, "launch": {"nodes": 7}})
     with refused("(?s)shards: exists already.*seed: made with 9, now 0"):
         check_unchanged(chain_states(chain))
 
 
 def test_a_file_that_a_setting_names_counts_as_the_setting(folder, chain: Chain):
     """For every such setting: test_preparations."""
+    labels = folder / "list.csv"
+    labels.write_bytes(b"a,b\n")
     (folder / "data.yaml").write_text(f"{DATA}labels: {{map: list.csv}}\n")
-    (folder / "list.csv").write_bytes(b"a,b\n")
     chain = chain_of(folder / "chain.yaml")
+
+    # The manifest has the hash of the file as it was.
     (step,) = steps_of(chain, "shards")
     config = step.run.model_dump(mode="json", include={"labels"})
     config["labels"]["map_blake3"] = blake3(b"a,b\n").hexdigest()
@@ -373,20 +418,23 @@ def test_a_file_that_a_setting_names_counts_as_the_setting(folder, chain: Chain)
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(content | {"config": config}))
     assert texts(chain, "shards") == {"done"}
-    (folder / "list.csv").write_bytes(b"a,c\n")
+
+    labels.write_bytes(b"a,c\n")
     with refused("labels.map_blake3: made with "):
         check_unchanged(chain_states(chain))
-    (folder / "list.csv").unlink()  # only the nodes see it
+    labels.unlink()  # only the nodes see it
     assert texts(chain, "shards") == {"done"}
 
 
 def test_a_dry_run_writes_nothing(chain: Chain, folder):
     text = describe_chain(chain_of(folder / "chain.yaml", cluster="slurm"))
     assert "finetune/lr-0.001_seed-4  finetune   shards, pretrain  missing" in text
-    assert (
-        text.count("#!/bin/bash") == 3
-        and "# Batch script of evaluate/lr-0.01_seed-3" in text
-    )
+
+    # One script for each stage that has runs to start: those of a sweep differ in names alone.
+    assert text.count("#!/bin/bash") == 3
+    assert "# Batch script of evaluate/lr-0.01_seed-3" in text
+
+    # With shards their images are no longer needed; without them they are missed.
     assert " samples in " in text
     assert "images does not exist" not in text
     (folder / "shards/manifest.json").unlink()

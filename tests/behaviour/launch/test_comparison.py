@@ -17,13 +17,14 @@ import yaml
 from launch.comparison.differences import (
     NOTHING,
     Budget,
+    Comparison,
     Points,
     compare,
     parse_budget,
     varied_settings,
 )
 from launch.comparison.page import MAX_CLASSES, MAX_POINTS, render
-from launch.comparison.report import tables, write_json
+from launch.comparison.report import Table, tables, write_json
 from launch.comparison.runs import ComparedRun, load_runs
 from launch.comparison.sync import final_status, sync
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
@@ -54,22 +55,38 @@ def run(
 ) -> ComparedRun:
     """A run that evaluates every ten steps, one second each."""
     rows = tuple(
-        Row(step=10 * i, time=10.0 * i, metrics={"val/top1": value, "val/zero": 0.0})
+        Row(
+            step=10 * i,
+            time=10.0 * i,
+            metrics={"val/top1": value, "val/zero": 0.0},
+        )
         for i, value in enumerate(top1, start=1)
     )
-    known = {"data.global_batch": str(batch)} | {
-        k.replace("__", "."): params[k] for k in params
-    }
+    known = {"data.global_batch": str(batch)}
+    # Python allows no dot in the name of an argument.
+    for key, value in params.items():
+        known[key.replace("__", ".")] = value
     return ComparedRun(
-        label=label, source=label, folder=folder, params=known, rows=rows
+        label=label,
+        source=label,
+        folder=folder,
+        params=known,
+        rows=rows,
     )
 
 
 def logged(*metrics: dict[str, float], label: str = "a", **params: str) -> ComparedRun:
+    """A run with these metrics of its steps, from the first on."""
     rows = tuple(
-        Row(step=i, time=float(i), metrics=each) for i, each in enumerate(metrics, 1)
+        Row(step=step, time=float(step), metrics=of_step)
+        for step, of_step in enumerate(metrics, 1)
     )
-    return ComparedRun(label=label, source=label, params=params, rows=rows)
+    return ComparedRun(
+        label=label,
+        source=label,
+        params=params,
+        rows=rows,
+    )
 
 
 # ---- budgets and metrics ----------------------------------------------------------------------
@@ -80,28 +97,42 @@ def values(points: Points) -> list[float | None]:
 
 
 def test_runs_of_different_length_are_compared_at_equal_steps() -> None:
-    compared = compare([run("long", [0.2, 0.4, 0.9]), run("short", [0.3, 0.5])])
+    long = run("long", [0.2, 0.4, 0.9])
+    short = run("short", [0.3, 0.5])
+    compared = compare([long, short])
     assert compared.budget == Budget(axis="steps", total=20)
     line = compared.metrics[0]
-    assert (values(line.final), values(line.equal)) == ([0.9, 0.5], [0.4, 0.5])
-    assert compare([run("a", [0.2]), run("b", [0.3])]).budget is None
+    assert values(line.final) == [0.9, 0.5]
+    assert values(line.equal) == [0.4, 0.5]
+
+    # Of equal length the final values say it all.
+    one = run("a", [0.2])
+    two = run("b", [0.3])
+    assert compare([one, two]).budget is None
 
 
 def test_equal_samples_are_fewer_steps_of_larger_batches() -> None:
     """Between two evaluations the value is on the line between them."""
-    runs = [run("small", [0.2, 0.4, 0.6, 0.8]), run("large", [0.3, 0.5], batch=16)]
+    small = run("small", [0.2, 0.4, 0.6, 0.8])
+    large = run("large", [0.3, 0.5], batch=16)
+    runs = [small, large]
     assert compare(runs, axis="samples").budget == Budget(axis="samples", total=320)
+
     # A total that went through division counts as the step, and a smaller one does not.
     for total in (320.0, 240.0, 200.0, 160 - 1e-8, 160 - 1e-5, 100.0, 80.0, 79.0):
         equal = compare(runs, axis="samples", total=total).metrics[0].equal
-        for each, point, start in zip(runs, equal, (80, 160), strict=True):
+        for compared, point, start in zip(runs, equal, (80, 160), strict=True):
             if total < start - 1e-6:
                 assert point == NOTHING
-            else:
-                places, known = each.totals["samples"], each.series("val/top1")[1]
-                assert point.value == pytest.approx(np.interp(total, places, known))
+                continue
+            samples = compared.totals["samples"]
+            _, top1 = compared.series("val/top1")
+            assert point.value == pytest.approx(np.interp(total, samples, top1))
+
+    # The steps between which a value lies are shown with it.
     line = compare(runs, axis="samples", total=240).metrics[0]
     assert [point.steps for point in line.equal] == [(30,), (10, 20)]
+
     with refused("flops of run small are not known"):
         compare(runs, axis="flops")
     with refused("not all runs have reached 30 steps"):
@@ -113,29 +144,38 @@ def test_a_value_of_another_step_is_never_shown_without_that_step() -> None:
     late = logged({}, {"val/top1": 0.5}, {}, {"val/top1": 0.7}, {}, label="late")
     lost = logged({}, {"val/top1": 0.4}, {}, {"val/top1": math.nan}, {}, label="lost")
     once = logged({"x": 1.0}, {"val/top1": 0.3}, {"x": 1.0}, label="once")
-    compared = compare([late, lost, once])
-    (table,) = (each for each in tables(compared) if each.title.startswith("At equal"))
+    runs = [late, lost, once]
+
+    # The shortest has three steps, and none was evaluated there.
+    (table,) = titled(compare(runs), "At equal")
     expected = ("60.0 % (step 2 to 4) *", "40.0 % (step 2)", "30.0 % (step 2)")
     assert table.rows == (("val/top1", *expected),)
-    text = verdict(late, lost, once)
+
+    text = verdict(*runs)
     assert text.startswith(
         "late is best: val/top1 70.0 % (step 4); next is once, 30.0 % (step 2)."
     )
-    assert (
-        "At equal cost, 3 steps: late 60.0 % (step 2 to 4), lost 40.0 % (step 2),"
-        in text
-    )
+    equal = "At equal cost, 3 steps: late 60.0 % (step 2 to 4), lost 40.0 % (step 2),"
+    assert equal in text
+
+
+def titled(compared: Comparison, start: str) -> list[Table]:
+    """The tables whose title begins so."""
+    return [table for table in tables(compared) if table.title.startswith(start)]
 
 
 def test_budgets_are_read() -> None:
     assert parse_budget("steps") == ("steps", None)
     assert parse_budget("FLOPs=1.5e18") == ("flops", 1.5e18)
+
+    # No axis, no number, none that a run could reach.
     for text in ("", *"epochs steps= steps=0 steps=-1 steps=1e999 hours=1.2.3".split()):
         with refused("is not a budget"):
             parse_budget(text)
 
 
-# The values of a metric, and the best one.
+# The values of a metric, and the best one: the lowest of losses and waiting, the highest of
+# accuracies and speeds, none where no direction is known (lr).
 SERIES = yaml.safe_load("""
 train/loss: [[.nan, 3.0, 2.0, -.inf, 4.0], 2.0]
 val/top1: [[.nan, 0.5, 0.75, .inf, 0.25], 0.75]
@@ -152,25 +192,27 @@ x/real_accuracy: [[3.0, 1.0, 4.0, 1.0, 5.0], 5.0]
 
 def test_the_best_value_follows_the_direction_and_is_finite() -> None:
     rows = [
-        {name: values[step] for name, (values, _) in SERIES.items()}
+        {name: series[step] for name, (series, _) in SERIES.items()}
         for step in range(5)
     ]
-    found = {line.key: values(line.best) for line in compare([logged(*rows)]).metrics}
-    assert found == {name: [best] for name, (_, best) in SERIES.items()}
+    lines = compare([logged(*rows)]).metrics
+    best = {line.key: values(line.best) for line in lines}
+    assert best == {name: [value] for name, (_, value) in SERIES.items()}
 
 
 def test_the_best_value_of_several_runs_is_marked_and_vitals_are_not_judged() -> None:
     first = logged({"train/loss": 2.0, "val/top1": 0.5, "vitals/data_wait": 0.1})
-    loss = logged({"train/loss": 1.5, "vitals/data_wait": 0.2})
-    top1 = logged({"train/loss": math.nan, "val/top1": 0.25})
-    found = {
-        row[0]: row[1:]
-        for each in tables(compare([first, loss, top1]))
-        for row in each.rows
-    }
-    assert found["val/top1"] == ("50.0 % *", "-", "25.0 %")
-    assert found["train/loss"] == ("2", "1.5 *", "nan")
-    assert found["vitals/data_wait"] == ("10.0 %", "20.0 %", "-")
+    second = logged({"train/loss": 1.5, "vitals/data_wait": 0.2})
+    third = logged({"train/loss": math.nan, "val/top1": 0.25})
+    cells = {}
+    for table in tables(compare([first, second, third])):
+        for name, *texts in table.rows:
+            cells[name] = texts
+    assert cells["val/top1"] == ["50.0 % *", "-", "25.0 %"]
+    assert cells["train/loss"] == ["2", "1.5 *", "nan"]
+
+    # The speed of a machine says nothing of a model.
+    assert cells["vitals/data_wait"] == ["10.0 %", "20.0 %", "-"]
 
 
 def test_only_differing_parameters_are_listed() -> None:
@@ -178,14 +220,24 @@ def test_only_differing_parameters_are_listed() -> None:
     first = logged({}, **params)
     second = logged({}, **params | {"optim.lr": "0.2", "x": "3"})
     compared = compare([first, second])
-    assert compared.params == (("optim.lr", ("0.1", "0.2")), ("x", (None, "3")))
-    assert compared.num_equal_params == 1 and len(compare([first]).params) == 2
+    assert compared.params == (
+        ("optim.lr", ("0.1", "0.2")),
+        ("x", (None, "3")),
+    )
+    assert compared.num_equal_params == 1
+
+    # Nothing can differ within one run: all it has is listed.
+    assert len(compare([first]).params) == 2
+
     # What people change first comes first.
     names = "schedule.steps data.path model.image_size seed optim.lr evaluate init_patch init"
-    one, two = (logged({}, **dict.fromkeys(names.split(), text)) for text in "ab")
-    assert [key for key, _ in compare([one, two]).params] == (
-        "init init_patch model.image_size data.path optim.lr schedule.steps seed evaluate".split()
-    )
+    one = logged({}, **dict.fromkeys(names.split(), "a"))
+    two = logged({}, **dict.fromkeys(names.split(), "b"))
+    order = "init init_patch model.image_size data.path optim.lr schedule.steps seed evaluate"
+    listed = [key for key, _ in compare([one, two]).params]
+    assert listed == order.split()
+
+    # Where a run writes and what a chain calls it change no result.
     other = logged({}, **params | {"output": "c", "tracking.tags.chain": "s"})
     assert compare([first, other]).params == ()
 
@@ -194,18 +246,34 @@ def test_only_differing_parameters_are_listed() -> None:
 
 
 def test_waits_between_attempts_are_no_hours(tmp_path: Path) -> None:
-    common = {"cluster": "slurm", "job_id": "1", "restart": 0}
-    common |= {"num_tasks": 1, "first_step": 0}
-    for i, (start, end) in enumerate([(0.5, 2.0), (5.0, 6.0), (6.0, None)], start=1):
-        ended = {"ended": end * HOUR} if end else {}
-        append_event(
-            tmp_path, ATTEMPT, {"number": i, "started": start * HOUR, **common, **ended}
-        )
+    # From hour 0.5 to 2, from 5 to 6, and from 6 on, without a recorded end.
+    attempts = [(0.5, 2.0), (5.0, 6.0), (6.0, None)]
+    for number, (start, end) in enumerate(attempts, start=1):
+        facts: dict[str, Any] = {
+            "number": number,
+            "started": start * HOUR,
+            "cluster": "slurm",
+            "job_id": "1",
+            "restart": 0,
+            "num_tasks": 1,
+            "first_step": 0,
+        }
+        if end:
+            facts["ended"] = end * HOUR
+        append_event(tmp_path, ATTEMPT, facts)
+
+    # Hours of steps 1 to 4; they are counted from the first line of the journal on.
     times = {1: 1.0, 2: 2.0, 3: 5.5, 4: 7.0}
     rows = tuple(Row(step=s, time=t * HOUR, metrics={}) for s, t in times.items())
-    found = ComparedRun(label="", source="", params={}, rows=rows, folder=tmp_path)
-    assert found.totals["hours"] == pytest.approx([0.0, 1.0, 1.5, 3.0])
-    assert found.totals.keys() == {"steps", "hours"}
+    compared = ComparedRun(
+        label="",
+        source="",
+        params={},
+        rows=rows,
+        folder=tmp_path,
+    )
+    assert compared.totals["hours"] == pytest.approx([0.0, 1.0, 1.5, 3.0])
+    assert compared.totals.keys() == {"steps", "hours"}
 
 
 def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
@@ -216,12 +284,17 @@ def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
     """.split()
     loaded = load_run({"pretrain": PretrainRun}, None, overrides=overrides).run
     assert isinstance(loaded, PretrainRun)
-    (tmp_path / "config.yaml").write_text(run_to_yaml(loaded))
+    config = tmp_path / "config.yaml"
+    config.write_text(run_to_yaml(loaded))
+    # The size of the head follows from the classes of the run.
     (tmp_path / "classes.json").write_text(json.dumps(["a", "b"]))
-    each = train_flops_per_image(loaded.model.resolved(num_classes=2))
-    found = run("a", [0.1, 0.2], folder=tmp_path).totals
-    assert found["samples"] == [80, 160] and found["flops"] == [80 * each, 160 * each]
-    (tmp_path / "config.yaml").write_text("stage: pretrain\nunknown: 1\n")
+    flops = train_flops_per_image(loaded.model.resolved(num_classes=2))
+    totals = run("a", [0.1, 0.2], folder=tmp_path).totals
+    assert totals["samples"] == [80, 160]
+    assert totals["flops"] == [80 * flops, 160 * flops]
+
+    # A configuration of another version is read as far as it goes.
+    config.write_text("stage: pretrain\nunknown: 1\n")
     assert "flops" not in run("a", [0.1], folder=tmp_path).totals
 
 
@@ -241,10 +314,12 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group() -> None:
     ]
     compared = compare(runs)
     assert list(compared.seeds.values()) == [(0, 2, 3), (5, 6)]
-    (table,) = (
-        table for table in tables(compared) if table.title.startswith("Over seeds")
-    )
+
+    # 50, 70 and 60 %: the mean, and the deviation of a sample.
+    (table,) = titled(compared, "Over seeds")
     assert table.rows == (("val/top1", "60.0 % ± 10.0 %", "50.0 % ± 0.0 %"),)
+
+    # The same seed again is no second seed.
     assert compare([runs[2], runs[3]]).seeds == {}
 
 
@@ -252,11 +327,14 @@ def test_runs_of_a_chain_are_told_by_their_stage(tmp_path: Path) -> None:
     names = ["evaluate/lr-1", "finetune/lr-1", "pretrain/seed-0", "scratch"]
     for name in names:
         logged_run(tmp_path / name)
-    assert sorted(run.label for run in load_runs([str(tmp_path)], uri=None)) == names
-    one, two = load_runs(
-        [f"{tmp_path}/evaluate/lr-1", f"{tmp_path}/finetune/lr-1"], uri=None
-    )
-    assert (one.label, two.label) == ("evaluate/lr-1", "finetune/lr-1")
+    labels = [run.label for run in load_runs([str(tmp_path)], uri=None)]
+    assert sorted(labels) == names
+
+    # Of single folders the last part would be the same.
+    folders = [f"{tmp_path}/{name}" for name in names[:2]]
+    labels = [run.label for run in load_runs(folders, uri=None)]
+    assert labels == names[:2]
+
     # Of two chains, by the chain too.
     chains = [f"{tmp_path}/small", f"{tmp_path}/large"]
     for chain in chains:
@@ -268,40 +346,57 @@ def test_runs_of_a_chain_are_told_by_their_stage(tmp_path: Path) -> None:
 def test_runs_of_a_chain_vary_in_its_keys() -> None:
     """Each stage alone, and not in what follows from the keys, such as the initial weights."""
     tags = "tracking.tags.chain"
-    runs = [
-        run(
-            f"{stage}-{p}", [p / 100], init=f"runs/{p}", seed=str(p),
-            **{f"{tags}.stage": stage, f"{tags}.a.first_percent": str(p), f"{tags}.a.seed": str(p)},
-        )
-        for stage in ("a", "b") for p in (1, 10)
-    ]  # fmt: skip
-    assert varied_settings(runs) == [
-        {"a.first_percent": str(p), "stage": stage}
-        for stage in ("a", "b")
-        for p in (1, 10)
-    ]
+    runs = []
+    expected = []
+    for stage in ("a", "b"):
+        for percent in (1, 10):
+            text = str(percent)
+            chain = {
+                f"{tags}.stage": stage,
+                f"{tags}.a.first_percent": text,
+                f"{tags}.a.seed": text,
+            }
+            # Weights and seed follow from the share.
+            params = {
+                "init": f"runs/{text}",
+                "seed": text,
+                **chain,
+            }
+            runs.append(run(f"{stage}-{text}", [percent / 100], **params))
+            expected.append({"a.first_percent": text, "stage": stage})
+    assert varied_settings(runs) == expected
 
 
 # ---- tables and files -------------------------------------------------------------------------
 
 
 def test_the_file_has_every_run_and_metric(tmp_path: Path) -> None:
-    compared = compare([run("a", [0.2, 0.4, math.nan]), run("b", [0.3])])
+    longer = run("a", [0.2, 0.4, math.nan])
+    shorter = run("b", [0.3])
+    compared = compare([longer, shorter])
     assert tables(compared)[0].rows[1][4:6] == ("10", "0.0 min")
-    write_json(compared, tmp_path / "c.json")
-    read = json.loads((tmp_path / "c.json").read_text())
-    assert {each["label"]: each["steps"] for each in read["runs"]} == {"a": 30, "b": 10}
-    assert read["budget"] == {"axis": "steps", "total": 10.0}
-    line = read["metrics"][0]
+
+    path = tmp_path / "c.json"
+    write_json(compared, path)
+    stored = json.loads(path.read_text())
+    steps = {compared["label"]: compared["steps"] for compared in stored["runs"]}
+    assert steps == {"a": 30, "b": 10}
+    assert stored["budget"] == {"axis": "steps", "total": 10.0}
+    line = stored["metrics"][0]
     assert [point["value"] for point in line["equal"]] == [0.2, 0.3]
     assert [point["value"] for point in line["best"]] == [0.4, 0.3]
-    final = line["final"]
-    assert final == [{"value": "NaN", "steps": [30]}, {"value": 0.3, "steps": [10]}]
+
+    # JSON has no NaN, and null would mean that there is no value.
+    assert line["final"] == [
+        {"value": "NaN", "steps": [30]},
+        {"value": 0.3, "steps": [10]},
+    ]
     with refused("cannot be written"):
-        write_json(compared, tmp_path / "c.json" / "c.json")
+        write_json(compared, path / "c.json")
 
 
 def test_a_result_of_zero_is_a_result() -> None:
+    # 0 is false in Python, and easily taken for a missing value.
     metrics = tables(compare([run("a", [0.0])]))[1]
     assert metrics.rows == (("val/top1", "0.0 %"),)
 
@@ -310,31 +405,41 @@ def test_a_result_of_zero_is_a_result() -> None:
 
 
 def verdict(*runs: ComparedRun) -> str:
-    found = re.search(r'<p class="verdict">(.*?)<h2>', render(compare(runs)), re.DOTALL)
-    assert found
-    return re.sub(r"<[^>]*>", "", found[1])
+    """Its sentences without marks of HTML."""
+    page = render(compare(runs))
+    match = re.search(r'<p class="verdict">(.*?)<h2>', page, re.DOTALL)
+    assert match
+    return re.sub(r"<[^>]*>", "", match[1])
 
 
 def figures(page: str) -> list[dict[str, Any]]:
-    found = re.findall(r'data-figure="([^"]*)"', page)
-    return [json.loads(html.unescape(figure)) for figure in found]
+    """The data of the page's charts."""
+    texts = re.findall(r'data-figure="([^"]*)"', page)
+    return [json.loads(html.unescape(text)) for text in texts]
 
 
 def test_the_verdict_names_the_best_run_and_why() -> None:
+    # The worse loss is of the better accuracy, which counts.
     text = verdict(
         logged({"val/loss": 0.1, "val/top1": 0.5}, label="a", lr="1", name="a"),
         logged({"val/loss": 0.3, "val/top1": 0.75}, label="b", lr="2", name="b"),
     )
     assert text.splitlines()[0] == "b is best: val/top1 75.0 %; next is a, 50.0 %."
     assert "They differ in lr (2, not 1)." in text
-    assert verdict(run("a", [0.5]), run("b", [0.5])).startswith(
-        "a and b are equal: val/top1 50.0 %."
-    )
-    text = verdict(run("a", [0.5]), run("b", [0.6], batch=16))
+
+    text = verdict(run("a", [0.5]), run("b", [0.5]))
+    assert text.startswith("a and b are equal: val/top1 50.0 %.")
+
+    larger = run("b", [0.6], batch=16)
+    text = verdict(run("a", [0.5]), larger)
     assert "not seen equally many samples: compare them with --at samples" in text
+
+    # Two seeds each. The best single run is of the worse setting.
     text = verdict(
-        *(run(f"low-{i}", [v], seed=str(i), lr="1") for i, v in enumerate((0.2, 0.9))),
-        *(run(f"high-{i}", [v], seed=str(i), lr="2") for i, v in enumerate((0.6, 0.7))),
+        run("low-0", [0.2], seed="0", lr="1"),
+        run("low-1", [0.9], seed="1", lr="1"),
+        run("high-0", [0.6], seed="0", lr="2"),
+        run("high-1", [0.7], seed="1", lr="2"),
     )
     assert (
         "high-0 and 1 more is best: val/top1 65.0 % ± 7.1 %; next is low-0 and 1 more"
@@ -348,14 +453,15 @@ def test_the_ends_of_the_runs_decide_and_not_equal_steps() -> None:
     """And not their best values, which are said; with --at the budget decides."""
     long = run("long", [0.5, 0.55, 0.76, 0.74])
     short = run("short", [0.6, 0.69])
-    assert verdict(short, long).splitlines()[:2] == [
+    text = verdict(short, long)
+    assert text.splitlines()[:2] == [
         "long is best: val/top1 74.0 % (step 40); next is short, 69.0 % (step 20).",
         "At equal cost, 20 steps: short 69.0 % (step 20), long 55.0 % (step 20).",
     ]
-    assert (
-        "By the best values: long 76.0 % (step 30), short 69.0 % (step 20)."
-        in verdict(short, long)
-    )
+    best = "By the best values: long 76.0 % (step 30), short 69.0 % (step 20)."
+    assert best in text
+
+    # Half way between two evaluations; nothing else is said of equal cost.
     page = render(compare([short, long], axis="steps", total=15))
     assert (
         "short is best at 15 steps: val/top1 64.5 % (step 10 to 20); next is long, 52.5 %"
@@ -367,7 +473,7 @@ def test_the_ends_of_the_runs_decide_and_not_equal_steps() -> None:
 # The share of the better and of the other run, images, and what is said. Newcombe 1998, table II,
 # has 0.0524 to 0.3339 for 56 of 70 and 48 of 80, which only differ by more than chance.
 CHANCE = """
-- [better, other, images, said]
+- [better, other, images, text]
 - [0.70647, 0.69154, 201, "3 of 201 images: within chance"]
 - [0.99, 0.5, 100, "49 of 100 images: more than chance"]
 - [0.8, 0.8, 50, "0 of 50 images: within chance"]
@@ -377,33 +483,36 @@ CHANCE = """
 
 
 def test_a_difference_is_within_chance_where_its_interval_holds_zero() -> None:
-    found = difference(Share(48, 80), Share(56, 70))
-    assert found.endswith("more than chance")
+    # Newcombe's pair, and one with five fewer right.
+    assert difference(Share(48, 80), Share(56, 70)).endswith("more than chance")
     assert difference(Share(48, 80), Share(51, 70)).endswith("within chance")
+
+
+def on_data(compared: ComparedRun, data: str) -> ComparedRun:
+    """The run with a record of the images that it was evaluated on."""
+    return replace(compared, tags={"vitscale.val_data": data})
 
 
 @rows(CHANCE)
 def test_the_verdict_says_what_chance_explains(
-    better: float, other: float, images: str, said: str
+    better: float, other: float, images: str, text: str
 ) -> None:
-    tags = {"vitscale.val_data": f"digits/test, {images} images, 12ab"}
-    one, two = run("a", [better]), run("b", [other])
-    text = verdict(replace(one, tags=tags), replace(two, tags=tags))
-    assert f"The difference is {said}." in text
+    one = run("a", [better])
+    two = run("b", [other])
+    data = f"digits/test, {images} images, 12ab"
+    line = f"The difference is {text}."
+    assert line in verdict(on_data(one, data), on_data(two, data))
+
     # Nothing is known of other images, and of no images.
-    tags = tags | {"vitscale.val_data": "other, 9 images, 34cd"}
-    text = verdict(replace(one, tags=tags), two)
-    assert "The difference" not in text
-    assert "different images" not in text
+    unknown = verdict(on_data(one, "other, 9 images, 34cd"), two)
+    assert "The difference" not in unknown
+    assert "different images" not in unknown
 
 
 def test_runs_on_different_images_are_not_compared_by_chance() -> None:
-    one, two = (
-        replace(
-            run(name, [top1]), tags={"vitscale.val_data": f"{name}, 100 images, {name}"}
-        )
-        for name, top1 in (("a", 0.9), ("b", 0.2))
-    )
+    # As after a correction of labels between two runs: no statistics make up for it.
+    one = on_data(run("a", [0.9]), "a, 100 images, a")
+    two = on_data(run("b", [0.2]), "b, 100 images, b")
     text = verdict(one, two)
     assert "evaluated on different images: a, 100 images, a; b, 100 images, b." in text
     assert "The difference" not in text
@@ -419,6 +528,7 @@ def started(
     return replace(run(name, [top1], init=init), tags=tags)
 
 
+# Ways to name the folder of a run, or a checkpoint in it, from several working folders.
 @rows("""
 - [init]
 - [runs/first]
@@ -434,21 +544,20 @@ def test_a_fine_tuning_is_no_rival_of_what_it_started_from(init: str) -> None:
         "tuned started from first and is worse: val/top1 from 74.1 % to 69.2 %, "
         "10 of 201 images: within chance."
     ]
+
+    # Beside others it competes, and its start does not.
     runs = [first, started("tuned", 0.9, init=init), started("scratch", 0.5)]
-    lines = verdict(*runs).splitlines()
+    text = verdict(*runs)
+    lines = text.splitlines()
     assert lines[0] == "tuned is best: val/top1 90.0 %; next is scratch, 50.0 %."
-    assert any(
-        "tuned started from first and is better: val/top1 from 74.1 %" in x
-        for x in lines
-    )
-    header, *rows = (tables(compare(runs))[0].header, *tables(compare(runs))[0].rows)
-    assert header[-1] == "started from" and [row[-1] for row in rows] == [
-        "-",
-        "first",
-        "-",
-    ]
+    assert "\ntuned started from first and is better: val/top1 from 74.1 %" in text
+    table = tables(compare(runs))[0]
+    assert table.header[-1] == "started from"
+    assert [row[-1] for row in table.rows] == ["-", "first", "-"]
 
 
+# No start, the run's label without its folder, other folders, a file that was exported elsewhere,
+# and part of a name.
 @rows("""
 - [init]
 - ["null"]
@@ -460,16 +569,23 @@ def test_a_fine_tuning_is_no_rival_of_what_it_started_from(init: str) -> None:
 """)
 def test_what_starts_elsewhere_is_a_rival(init: str) -> None:
     text = verdict(started("first", 0.741), started("tuned", 0.692, init=init))
-    assert text.startswith(
-        "first is best: val/top1 74.1 %; next is tuned, 69.2 %."
-    ) == (init != "first")
+    is_rival = text.startswith("first is best: val/top1 74.1 %; next is tuned, 69.2 %.")
+    assert is_rival == (init != "first")
 
 
 def test_a_run_without_a_second_seed_is_ranked_beside_groups() -> None:
-    groups = [
-        run(f"{name}{seed}", [top1 + seed / 100], seed=str(seed), lr=name)
-        for name, top1 in (("A", 0.70), ("B", 0.60)) for seed in (0, 1)
-    ]  # fmt: skip
+    def group(name: str, *top1: float) -> list[ComparedRun]:
+        """One setting with a run for each of these values."""
+        return [
+            run(f"{name}{seed}", [value], seed=str(seed), lr=name)
+            for seed, value in enumerate(top1)
+        ]
+
+    low = group("B", 0.6, 0.61)
+    high = group("A", 0.7, 0.71)
+    groups = high + low
+
+    # The single run is best, between the groups, and last.
     for top1, first in (
         (0.9, "C0 is best: val/top1 90.0 %; next is A0 and 1 more, 70.5 % ± 0.7 %."),
         (0.65, "A0 and 1 more is best: val/top1 70.5 % ± 0.7 %; next is C0, 65.0 %."),
@@ -479,25 +595,33 @@ def test_a_run_without_a_second_seed_is_ranked_beside_groups() -> None:
         ),
     ):
         text = verdict(*groups, run("C0", [top1], seed="5", lr="C"))
-        assert first in text and "differ in lr (" in text
+        assert first in text
+        assert "differ in lr (" in text
         assert ("Of C0 there is one seed" in text) == (top1 > 0.6)
+
     # The largest spread of all groups counts, here the one of the third.
-    third = [run(f"C{i}", [v], seed=str(i), lr="C") for i, v in enumerate((0.1, 0.5))]
+    third = group("C", 0.1, 0.5)
     assert "within the spread of the seeds (28.3 %)" in verdict(*groups, *third)
     assert "within the spread" not in verdict(*groups)
+
     # One group and a single run; two seeds of one setting have no order.
-    assert verdict(*groups[:2], run("C0", [0.9], seed="0", lr="C")).startswith(
-        "C0 is best"
-    )
-    assert verdict(*groups[:2]) == "A0 and 1 more has val/top1 70.5 % ± 0.7 %.\n"
+    text = verdict(*high, run("C0", [0.9], seed="0", lr="C"))
+    assert text.startswith("C0 is best")
+    assert verdict(*high) == "A0 and 1 more has val/top1 70.5 % ± 0.7 %.\n"
 
 
 def test_runs_without_the_metric_are_named() -> None:
-    short, long = logged(*[{"val/top1": 0.5}] * 4, label="short"), [{"x": 1.0}] * 7
+    def steps(number: int, top1: float, label: str, **params: str) -> ComparedRun:
+        return logged(*[{"val/top1": top1}] * number, label=label, **params)
+
+    short = steps(4, 0.5, "short")
+    other = steps(5, 0.25, "other")
+    lost = steps(8, math.nan, "lost")
+
+    # One is evaluated after the others have ended, one not at all.
+    long = [{"x": 1.0}] * 7
     late = logged(*long, {"val/top1": 0.9}, label="late")
     never = logged(*long, label="never")
-    lost = logged(*[{"val/top1": math.nan}] * 8, label="lost")
-    other = logged(*[{"val/top1": 0.25}] * 5, label="other")
     runs = (short, late, never, lost, other)
     page = html.unescape(render(compare(runs, axis="steps")))
     for sentence in (
@@ -506,47 +630,67 @@ def test_runs_without_the_metric_are_named() -> None:
     ):
         assert f">{sentence}</p>" in page
     assert "late is best: val/top1 90.0 % (step 8)" in verdict(*runs)
+
     # One of two seeds has diverged: the mean is of the other one, which is said.
-    seeds = (
-        logged({"val/top1": v}, label=f"s{i}", seed=str(i))
-        for i, v in enumerate((0.5, math.nan))
-    )
-    assert "Not ranked, since they have no finite val/top1: s1." in verdict(*seeds)
+    good = steps(1, 0.5, "s0", seed="0")
+    diverged = steps(1, math.nan, "s1", seed="1")
+    text = verdict(good, diverged)
+    assert "Not ranked, since they have no finite val/top1: s1." in text
+
+    # Of many the first five are named.
     many = [logged({"x": 1.0}, label=f"never{i}") for i in range(11)]
     assert "never3, never4 and 6 more." in verdict(short, *many)
 
 
 def test_evaluations_have_no_length() -> None:
     """That of external weights is at step 0, where no training has anything."""
-    trained = [run("a", [0.5, 0.6]), run("b", [0.5, 0.7])]
-    outside = logged({"val/top1": 0.9}, label="hub", stage="evaluate")
-    outside = replace(outside, rows=(Row(step=0, time=1.0, metrics={"val/top1": 0.9}),))
+
+    def evaluated(label: str, step: int, top1: float) -> ComparedRun:
+        row = Row(
+            step=step,
+            time=1.0,
+            metrics={"val/top1": top1},
+        )
+        params = {"stage": "evaluate"}
+        return ComparedRun(
+            label=label,
+            source=label,
+            params=params,
+            rows=(row,),
+        )
+
+    a = run("a", [0.5, 0.6])
+    b = run("b", [0.5, 0.7])
+    trained = [a, b]
+    outside = evaluated("hub", 0, 0.9)
+
+    # With a length of 0 steps, every training would be compared before its first one.
     compared = compare([*trained, outside])
-    assert compared.budget is None and values(compared.metrics[0].equal) == [
-        0.6,
-        0.7,
-        0.9,
-    ]
-    assert verdict(*trained, outside).startswith(
-        "b is best: val/top1 70.0 %; next is a, 60.0 %."
-    )
+    assert compared.budget is None
+    assert values(compared.metrics[0].equal) == [0.6, 0.7, 0.9]
+    text = verdict(*trained, outside)
+    assert text.startswith("b is best: val/top1 70.0 %; next is a, 60.0 %.")
+
+    # At a budget of the trainings it keeps its one value.
     shorter = compare([*trained, run("c", [0.4]), outside])
-    assert shorter.budget is not None and shorter.budget.total == 10
+    assert shorter.budget is not None
+    assert shorter.budget.total == 10
     assert values(shorter.metrics[0].equal) == [0.5, 0.5, 0.4, 0.9]
-    ended = replace(
-        outside, label="own", rows=(Row(step=9, time=1.0, metrics={"val/top1": 0.8}),)
-    )
-    assert verdict(outside, ended).startswith(
-        "hub is best: val/top1 90.0 %; next is own, 80.0 %."
-    )
+
+    # Evaluations of different steps are compared as they are.
+    text = verdict(outside, evaluated("own", 9, 0.8))
+    assert text.startswith("hub is best: val/top1 90.0 %; next is own, 80.0 %.")
 
 
 def chain_run(chain: str, width: str, seed: int, top1: float) -> ComparedRun:
-    tags = {"": chain, ".stage": "pretrain", ".pretrain.seed": str(seed)}
-    named = {f"tracking.tags.chain{key}": text for key, text in tags.items()}
-    return run(
-        f"{width}/seed-{seed}", [top1], seed=str(seed), model__width=width, **named
-    )
+    params = {
+        "seed": str(seed),
+        "model__width": width,
+        "tracking.tags.chain": chain,
+        "tracking.tags.chain.stage": "pretrain",
+        "tracking.tags.chain.pretrain.seed": str(seed),
+    }
+    return run(f"{width}/seed-{seed}", [top1], **params)
 
 
 @pytest.mark.parametrize("names", [("small", "large"), ("same", "same")])
@@ -557,44 +701,52 @@ def test_two_chains_are_two_groups(names: tuple[str, str]) -> None:
         for name, width, top1 in zip(names, ("64", "256"), (0.5, 0.8), strict=True)
         for seed in (0, 1)
     ]
-    compared = compare(runs)
-    assert list(compared.seeds.values()) == [(0, 1), (2, 3)]
-    # Seeds alone: one group. An evaluation has no seed of its own.
-    assert list(compare(runs[:2]).seeds.values()) == [(0, 1)]
-    evaluations = [
-        replace(
-            each,
-            params={k: v for k, v in each.params.items() if k != "seed"}
-            | {"init": "x"},
-        )
-        for each in runs
-    ]
-    assert list(compare(evaluations).seeds.values()) == [(0, 1), (2, 3)]
+    two_groups = [(0, 1), (2, 3)]
+    assert list(compare(runs).seeds.values()) == two_groups
+
+    # Seeds alone: one group.
+    assert list(compare(runs[:2]).seeds.values()) == two_groups[:1]
+
+    # An evaluation has no seed of its own.
+    evaluations = []
+    for trained in runs:
+        params = {**trained.params, "init": "x"}
+        del params["seed"]
+        evaluations.append(replace(trained, params=params))
+    assert list(compare(evaluations).seeds.values()) == two_groups
 
 
 def test_evaluations_are_not_ranked_beside_trainings() -> None:
-    a, b = (run(name, [v], lr=name) for name, v in (("a", 0.5), ("b", 0.6)))
-    every = [replace(run("e", [0.7]), params={"stage": "evaluate", "k": "20"}), a, b]
-    sentences = [
+    a = run("a", [0.5], lr="a")
+    b = run("b", [0.6], lr="b")
+    params = {"stage": "evaluate", "k": "20"}
+    evaluation = replace(run("e", [0.7]), params=params)
+    every = [evaluation, a, b]
+
+    # It has the best value, maybe on other images, and settings of its own.
+    assert verdict(*every).split("\n")[:-1] == [
         "b is best: val/top1 60.0 %; next is a, 50.0 %.",
         "They differ in lr (b, not a).",
     ]
-    assert verdict(*every).split("\n")[:-1] == sentences
     assert compare(every).params == (("lr", (None, "a", "b")),)
     assert compare(every, axis="samples").runs == (a, b)
 
 
 def test_charts_hold_every_run_and_its_extremes() -> None:
+    # Charts are thinned, and a peak of one step is what people look for.
     long = [{"train/loss": float(i % 7), "odd/zero": 0.0} for i in range(9000)]
     long[4321] = {"train/loss": 99.0}
-    page = render(
-        compare([logged(*long), logged({"train/loss": float("nan")}, label="b")])
-    )
+    empty = logged({"train/loss": float("nan")}, label="b")
+    page = render(compare([logged(*long), empty]))
     figure = figures(page)[0]
     first, second = figure["series"]
-    assert first["name"] == "a" and len(first["x"]) == MAX_POINTS and second["x"] == []
-    assert max(first["y"]) == 99 and min(first["y"]) == 0
-    assert (figure["x_title"], figure["better"]) == ("steps", "lower")
+    assert first["name"] == "a"
+    assert len(first["x"]) == MAX_POINTS
+    assert second["x"] == []
+    assert max(first["y"]) == 99
+    assert min(first["y"]) == 0
+    assert figure["x_title"] == "steps"
+    assert figure["better"] == "lower"
     assert "Always 0, and left out: odd/zero." in page
 
 
@@ -604,15 +756,20 @@ def test_hostile_names_are_text() -> None:
         for i in (1, 2)
     ]
     page = render(compare(evil))
+
+    # Two scripts are ours: the library of the charts, and the lines that draw.
     before = page.partition("<script>")[0]
-    assert (
-        "<img src=x" not in before
-        and "<!--" not in before
-        and page.count("<script>") == 2
-    )
+    assert "<img src=x" not in before
+    assert "<!--" not in before
+    assert page.count("<script>") == 2
+
+    # Even a name that got through would not run: scripts are allowed by their hash.
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
-    assert "default-src 'none'" in policy and policy.count("'sha256-") == 2
+    assert "default-src 'none'" in policy
+    assert policy.count("'sha256-") == 2
     assert "unsafe" not in policy.replace("style-src 'unsafe-inline'", "")
+
+    # plotly takes some marks of HTML in texts.
     for figure in figures(page):
         assert not re.search("<[a-z!/]", json.dumps(figure))
 
@@ -620,50 +777,62 @@ def test_hostile_names_are_text() -> None:
 def with_classes(
     folder: Path, label: str, shares: dict[str, float | None]
 ) -> ComparedRun:
-    lines = [
-        f"{i},{name},{0 if share is None else 4},0,{'' if share is None else f'{share:.6f}'}\n"
-        for i, (name, share) in enumerate(shares.items())
-    ]
-    (folder / label / "evaluation").mkdir(parents=True)
-    text = "label,class,images,correct,top1\n" + "".join(lines)
-    (folder / label / "evaluation/per_class.csv").write_text(text)
+    """A run with a table of its classes; None: a class without images."""
+    lines = ["label,class,images,correct,top1\n"]
+    for number, (name, share) in enumerate(shares.items()):
+        cells = "0,0," if share is None else f"4,0,{share:.6f}"
+        lines.append(f"{number},{name},{cells}\n")
+    path = folder / label / "evaluation/per_class.csv"
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(lines))
     return run(label, [0.5], folder=folder / label)
 
 
 def class_table(*runs: ComparedRun) -> list[list[str]]:
-    title, _, rest = (
-        render(compare(runs))
-        .partition("<h2>Accuracy of each class")[2]
-        .partition("</h2>")
-    )
+    """What follows its title, the header and the rows, as texts without marks."""
+    section = render(compare(runs)).partition("<h2>Accuracy of each class")[2]
+    title, _, rest = section.partition("</h2>")
     rows = re.findall("<tr>(.*?)</tr>", rest.partition("</table>")[0])
     cells = re.compile("<t[hd][^>]*>(?:<i .*?</i>)?(.*?)</t[hd]>")
     return [[title], *(cells.findall(row) for row in rows)]
 
 
 def test_the_page_has_the_accuracy_of_each_class(tmp_path: Path) -> None:
-    a = with_classes(tmp_path, "a", {"cat": 0.75, "dog": 0.5, "none": None, EVIL: 0.25})
+    shares = {"cat": 0.75, "dog": 0.5, "none": None, EVIL: 0.25}
+    a = with_classes(tmp_path, "a", shares)
+    # The worst first; Jinja escapes an apostrophe in another way than Python.
+    evil = html.escape(EVIL, quote=True).replace("&#x27;", "&#39;")
     assert class_table(a) == [
-        [""], ["class", "a"], [html.escape(EVIL, quote=True).replace("&#x27;", "&#39;"), "25.0 %"],
-        ["dog", "50.0 %"], ["cat", "75.0 %"],
-    ]  # fmt: skip
+        [""],
+        ["class", "a"],
+        [evil, "25.0 %"],
+        ["dog", "50.0 %"],
+        ["cat", "75.0 %"],
+    ]
+
     # In another order, with one class that the first run lacks. What differs most is first.
     b = with_classes(tmp_path, "b", {"dog": 0.25, "cat": 1.0, "owl": 0.125})
     c = with_classes(tmp_path, "c", {"dog": 1.0, "cat": 0.75})
     rows = class_table(a, b, run("no table", [0.5]), c)
     assert rows[1:4] == [
-        ["class", "a", "b", "c"], ["dog", "50.0 %", "25.0 %", "100.0 %"],
+        ["class", "a", "b", "c"],
+        ["dog", "50.0 %", "25.0 %", "100.0 %"],
         ["cat", "75.0 %", "100.0 %", "75.0 %"],
-    ]  # fmt: skip
-    assert ["owl", "-", "12.5 %", "-"] in rows and class_table(run("x", [0.5])) == [
-        [""]
     ]
+    assert ["owl", "-", "12.5 %", "-"] in rows
+
+    # Without any table there is no section.
+    assert class_table(run("x", [0.5])) == [[""]]
+
+    # A thousand rows would bury the page.
     many = with_classes(tmp_path, "m", {f"class {i}": i / 1000 for i in range(1000)})
     rows = class_table(many)
     assert rows[0] == [f": the {MAX_CLASSES} of 1,000 that are worst"]
-    assert rows[2] == ["class 0", "0.0 %"] and len(rows) == MAX_CLASSES + 2
+    assert rows[2] == ["class 0", "0.0 %"]
+    assert len(rows) == MAX_CLASSES + 2
 
 
+# Files that a person or another tool may have left there: empty, without a column, with no numbers.
 @rows(r"""
 - [text]
 - [""]
@@ -684,30 +853,41 @@ def test_an_odd_table_of_classes_is_left_out(text: str, tmp_path: Path) -> None:
 
 
 def test_a_run_ended_as_it_says_or_as_its_last_attempt_shows(tmp_path: Path) -> None:
-    def status(said: str | None) -> str:
-        times = {} if said == "RUNNING" else {"ended": 10.0}
-        record = RunRecord(tracking_id="x", name="a", status=said, **times)  # type: ignore[arg-type]
-        return final_status(read_state(tmp_path, []), record if said else None)
+    def status(text: str | None) -> str:
+        times = {} if text == "RUNNING" else {"ended": 10.0}
+        record = RunRecord(tracking_id="x", name="a", status=text, **times)  # type: ignore[arg-type]
+        return final_status(read_state(tmp_path, []), record if text else None)
 
-    said = {"PAUSED": "PAUSED", "FAILED": "FAILED", "RUNNING": "KILLED", None: "KILLED"}
-    assert {each: status(each) for each in said} == said
-    for ending, then in ((Ending.STOPPED, "PAUSED"), (Ending.FAILED, "FAILED")):
+    # A run that nothing runs any more, and that has not said its end, was killed.
+    assert status("PAUSED") == "PAUSED"
+    assert status("FAILED") == "FAILED"
+    assert status("RUNNING") == "KILLED"
+    assert status(None) == "KILLED"
+
+    # The record of the last attempt knows more than the run itself.
+    for ending, expected in ((Ending.STOPPED, "PAUSED"), (Ending.FAILED, "FAILED")):
         attempt = begin_attempt(tmp_path, cluster="local", job_id="1")
         end_attempt(attempt, tmp_path, Outcome(ending=ending, reason="", exit_code=1))
-        assert status("PAUSED") == then
+        assert status("PAUSED") == expected
 
 
 def test_what_is_no_run_is_refused_before_any_write(tmp_path: Path) -> None:
     good = logged_run(tmp_path / "good")
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad/config.yaml").write_text("stage: pretrain\n")
-    (logged_run(tmp_path / "odd") / "config.yaml").write_text("- 1\n")
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "config.yaml").write_text("stage: pretrain\n")
+    odd = logged_run(tmp_path / "odd")
+    (odd / "config.yaml").write_text("- 1\n")
+
     store = tmp_path / "store.db"
-    names = [str(good), str(tmp_path / "bad"), str(tmp_path / "odd")]
+    names = map(str, (good, bad, odd))
     with pytest.raises(UserErrors) as caught:
         sync([*names, "--uri", f"sqlite:///{store}"])
+
+    # Both are named, and the good one was not copied before they were found.
     text = caught.value.text()
-    assert "bad/journal.jsonl" in text and "odd/config.yaml" in text
+    assert "bad/journal.jsonl" in text
+    assert "odd/config.yaml" in text
     assert not store.exists()
 
 

@@ -37,7 +37,11 @@ optim: {lr: 0.001}
 schedule: {steps: 100, warmup_steps: 10}
 launch: {cpus_per_task: 3}
 """)
-DATA = {"path": "shards", "global_batch": 4, "val_split": None}
+DATA = {
+    "path": "shards",
+    "global_batch": 4,
+    "val_split": None,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -47,14 +51,19 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def checked(*, data: Values | None = None, **changes) -> dict[str, Check]:
+    """The checks of a small run with these changes, by name."""
     values = SECTIONS | changes | {"data": DATA | (data or {})}
-    return {
-        check.name: check for check in run_checks(PretrainRun.model_validate(values))
-    }
+    run = PretrainRun.model_validate(values)
+    return {check.name: check for check in run_checks(run)}
 
 
 def plan(**changes) -> dict[str, str]:
-    data = {"path": "elsewhere", "global_batch": 64, "planned_num_samples": 1000}
+    """The plan of a run whose shards this machine does not see."""
+    data = {
+        "path": "elsewhere",
+        "global_batch": 64,
+        "planned_num_samples": 1000,
+    }
     model = {"preset": "Ti/16", "num_classes": 10}
     values = SECTIONS | {"data": data, "model": model} | changes
     return dict(plan_rows(PretrainRun.model_validate(values)))
@@ -64,15 +73,22 @@ def test_evaluations_are_named_and_unknown_values_name_the_missing_setting():
     evaluate = [{"name": "knn", "every_steps": 2000}, {"name": "classification"}]
     rows = plan(evaluate=evaluate)
     assert rows["objective"] == "supervised"
-    whole, *parts = map(float, re.findall(r"([\d.]+) GiB", rows["memory per process"]))
-    assert len(parts) > 2
-    assert whole == pytest.approx(sum(parts), abs=0.005 * (len(parts) + 1))
     assert rows["evaluation"] == (
         "knn every 2,000 steps, classification; all after the last step, on 'test'"
     )
-    data = {"path": "elsewhere", "global_batch": 64, "val_split": None}
-    schedule = {"epochs": 10, "warmup_steps": 5}
-    rows = plan(data=data, model={"preset": "Ti/16"}, schedule=schedule)
+
+    # The parts of the memory have the sum that is shown first, each rounded to 0.01 GiB.
+    whole, *parts = map(float, re.findall(r"([\d.]+) GiB", rows["memory per process"]))
+    assert len(parts) > 2
+    rounding = 0.005 * (len(parts) + 1)
+    assert whole == pytest.approx(sum(parts), abs=rounding)
+
+    # Epochs and a head need counts that nobody gave.
+    rows = plan(
+        data={"path": "elsewhere", "global_batch": 64, "val_split": None},
+        model={"preset": "Ti/16"},
+        schedule={"epochs": 10, "warmup_steps": 5},
+    )
     assert rows["evaluation"] == "none, because data.val_split is null"
     assert "data.planned_num_samples" in rows["schedule"]
     assert "model.num_classes" in rows["model"]
@@ -83,10 +99,13 @@ def test_shards_without_labels_are_named_and_checked(tmp_path):
         tmp_path / "s", num_per_class=8, num_shards=1, classes=()
     )
     values = SECTIONS | {"data": {"path": str(shards), "global_batch": 4}}
+
+    # A self-supervised objective needs none, and its model has no head.
     masked = values | {"objective": {"name": "masked_patch_prediction"}}
     rows = dict(plan_rows(PretrainRun.model_validate(masked)))
     assert rows["data"].startswith("8 training images without labels, from ")
     assert rows["model"].endswith(", no classes")
+
     for changed, message in (
         (values, "supervised needs labels"),
         (masked | {"evaluate": [{"name": "knn"}]}, "knn needs labels"),
@@ -119,6 +138,7 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path):
     rows = plan(data=planned | {"first_percent": 10.0})
     assert rows["data"].startswith("128,117 training images, from ")
 
+    # A list of samples that is of another corpus would silently train on fewer images.
     shards = write_shard_folder(tmp_path / "s", num_per_class=8, num_shards=1)
     names = sample_keys(read_split(shards, split="train"), range(3))
     (tmp_path / "keys.txt").write_text("\n".join([*names, "unknown"]))
@@ -130,11 +150,26 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path):
         in rows["data"]
     )
 
-    other = write_shard_folder(tmp_path / "o", num_per_class=10, num_shards=1, seed=1)
-    mixture = [{"path": str(other), "share": 0.25}, {"path": str(other), "share": 0.25}]
-    data |= {"dev_percent": 25.0, "first_percent": 75.0, "mixture": mixture}
+    # Of 16 images 12 are taken and 3 of them held out; two times 20 from elsewhere are added.
+    other = write_shard_folder(
+        tmp_path / "o",
+        num_per_class=10,
+        num_shards=1,
+        seed=1,
+    )
+    mixture = [
+        {"path": str(other), "share": 0.25},
+        {"path": str(other), "share": 0.25},
+    ]
+    data |= {
+        "dev_percent": 25.0,
+        "first_percent": 75.0,
+        "mixture": mixture,
+    }
     text = f"from data.first_percent=75 of {shards}/manifest.json and data.mixture"
     assert plan(data=data)["data"] == f"49 training images without 3 held out, {text}"
+
+    # Without one part the sum is unknown, and the part is named.
     mixture[0]["path"] = f"{tmp_path}/elsewhere"
     assert plan(data=data)["data"].startswith("unknown number of training images")
     run = PretrainRun.model_validate(SECTIONS | {"data": data})
@@ -142,6 +177,8 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path):
         check_data(run, data_facts(run))
 
 
+# Every loader process needs a tar of its own, and there are four. The processes are ranks times
+# workers, or ranks where there is no worker.
 TARS = """
 - [tasks, nodes, workers, refused]
 - [1, 1, 4, null]
@@ -162,12 +199,18 @@ def test_tars_without_an_index_are_enough_for_the_loader_processes(
         "global_batch": 8,
     }
     data["webdataset"] = {"num_samples": 16, "num_classes": 2}
-    launch = {"tasks_per_node": tasks, "nodes": nodes, "cpus_per_task": 9}
+    launch = {
+        "tasks_per_node": tasks,
+        "nodes": nodes,
+        "cpus_per_task": 9,
+    }
     row = checked(data=data, launch=launch)["data"]
     assert row.result == ("ok" if refused is None else "error")
     assert refused is None or refused in row.detail
 
 
+# A share of the batch with no divisor near the largest micro-batch runs in tiny ones; then batches
+# are named that do better. The last two rows divide well.
 SHARES = """
 - [batch, tasks, nodes, parts]
 - [4020, 60, 1, [only 1 of the 64 images, 3960 (33 images) or 4080 (34 images)]]
@@ -180,56 +223,63 @@ SHARES = """
 
 @rows(SHARES)
 def test_a_share_that_cannot_be_divided_well_is_a_warning(batch, tasks, nodes, parts):
-    launch = {"tasks_per_node": tasks, "nodes": nodes, "cpus_per_task": 3}
-    engine = {"max_micro_batch": 64}
-    row = checked(data={"global_batch": batch}, launch=launch, engine=engine).get(
-        "micro-batch"
-    )
+    row = checked(
+        data={"global_batch": batch},
+        launch={"tasks_per_node": tasks, "nodes": nodes, "cpus_per_task": 3},
+        engine={"max_micro_batch": 64},
+    ).get("micro-batch")
     assert (row is None) == (parts == [])
-    assert row is None or (
-        row.result == "warning" and all(part in row.detail for part in parts)
-    )
+    if row is not None:
+        assert row.result == "warning"
+        assert all(part in row.detail for part in parts)
 
 
 def test_a_plan_that_fails_hides_no_other_error():
     schedule = {"steps": 5, "warmup_steps": 10}
-    values = SECTIONS | {"data": DATA, "schedule": schedule}
-    wrong = {"preset": "Ti/16", "num_classes": 9}
-    run = PretrainRun.model_validate(values | {"model": wrong})
+    model = {"preset": "Ti/16", "num_classes": 9}
+    values = SECTIONS | {
+        "data": DATA,
+        "schedule": schedule,
+        "model": model,
+    }
+    run = PretrainRun.model_validate(values)
     assert "\nerror       schedule.warmup_steps: 10 warm-up steps" in describe(run)
-    assert checked(model=wrong, schedule=schedule)["data"].detail.startswith(
-        "model.num_classes: 9 classes"
-    )
+
+    # The checks go on where the plan has ended.
+    detail = checked(model=model, schedule=schedule)["data"].detail
+    assert detail.startswith("model.num_classes: 9 classes")
 
 
 def test_an_evaluation_can_be_submitted():
+    config = ROOT / "configs/eval/demo.yaml"
     overrides = ["launch.tasks_per_node=2", "model.num_heads=4"]
-    run = load_run(
-        EvaluateRun, ROOT / "configs/eval/demo.yaml", overrides=overrides
-    ).run
+    run = load_run(EvaluateRun, config, overrides=overrides).run
     assert "evaluate: [{name: classification}, {name: knn}]" in describe(run)
     assert "\nmodel:\n  num_heads: 4\npreprocessing:" in run_to_yaml(run)
+
     script = batch_script(run)
     assert "#SBATCH --ntasks-per-node=2" in script
     assert "#SBATCH --job-name=demo-evaluation" in script
-    found = {check.name: check.result for check in run_checks(run)}
-    assert found == {"configuration": "ok", "data": "error"}, "there are no shards here"
+
+    # There are no shards here.
+    results = {check.name: check.result for check in run_checks(run)}
+    assert results == {"configuration": "ok", "data": "error"}
 
 
 # ---- checks --------------------------------------------------------------------------------------
 
 
 def test_a_run_that_fits_has_no_finding():
-    found = checked()
-    assert {check.result for check in found.values()} == {"ok"}, found
-    assert list(found) == "configuration data loader cores disk".split()
-    assert found["data"].detail == "train: 16 samples in 4 shards; as in the manifest"
-    assert found["loader"].detail.startswith(
+    checks = checked()
+    assert {check.result for check in checks.values()} == {"ok"}, checks
+    assert list(checks) == "configuration data loader cores disk".split()
+    assert checks["data"].detail == "train: 16 samples in 4 shards; as in the manifest"
+    assert checks["loader"].detail.startswith(
         "2.0 shards and 8 samples for each of 1 rank(s) x 2"
     )
 
     # 5.5 million parameters, each with two moments of AdamW.
-    assert found["disk"].detail.startswith("a checkpoint has 66.3 MB; ")
+    assert checks["disk"].detail.startswith("a checkpoint has 66.3 MB; ")
 
 
 def test_damaged_shards_are_named(folder):
@@ -259,7 +309,14 @@ UNFIT = """
 
 
 @rows(UNFIT)
-def test_what_does_not_fit_is_named(folder, changes, row, result, expected):
+def test_what_does_not_fit_is_named(
+    folder,
+    changes,
+    row,
+    result,
+    expected,
+):
+    # A file where the run's folder would be.
     (folder.parent / "file").touch()
     check = checked(**changes)[row]
     assert check.result == result
@@ -268,18 +325,24 @@ def test_what_does_not_fit_is_named(folder, changes, row, result, expected):
 
 
 def test_missing_data_may_be_planned_and_weights_written_later():
-    found = checked(data={"path": "elsewhere", "planned_num_samples": 1000})
-    assert found["data"].result == "warning"
-    assert "1,000 samples" in found["data"].detail
-    assert found["loader"].detail.startswith("500 samples for each")
+    # A job may be planned while its shards are still being made.
+    checks = checked(data={"path": "elsewhere", "planned_num_samples": 1000})
+    assert checks["data"].result == "warning"
+    assert "1,000 samples" in checks["data"].detail
+    assert checks["loader"].detail.startswith("500 samples for each")
+
+    # A job that waits for another one starts from weights that do not exist yet.
     run = FinetuneRun.model_validate(SECTIONS | {"data": DATA, "init": "runs/later"})
-    rows = {check.name: check for check in run_checks(run)}
-    assert rows["weights"].result == "warning"
-    assert "runs/later does not exist here" in rows["weights"].detail
+    checks = {check.name: check for check in run_checks(run)}
+    assert checks["weights"].result == "warning"
+    assert "runs/later does not exist here" in checks["weights"].detail
+
     random = run_checks(run.model_copy(update={"init": None}))
     assert "weights" not in {check.name for check in random}
 
 
+# Of each stage: its device, its precision, its shards, its folder, its weights. What a plan for a
+# cluster only warns of is an error where the run starts at once.
 @rows("""
 - [stage, changes, message]
 - [pretrain, {engine: {device: cuda}}, "engine.device: cuda needs a GPU, and this machine"]
@@ -295,17 +358,30 @@ def test_missing_data_may_be_planned_and_weights_written_later():
 - [evaluate, {init: shards, evaluate: [{name: knn}], data: {train_split: lost}}, no split 'lost']
 """)
 def test_what_this_machine_lacks_is_found_before_a_start(
-    folder, monkeypatch, stage, changes, message
+    folder,
+    monkeypatch,
+    stage,
+    changes,
+    message,
 ):
     """And nothing is written."""
     monkeypatch.setattr("launch.planning.dry_run.has_gpu", lambda: False)
     (folder.parent / "file").touch()
-    values = SECTIONS | changes | {"data": DATA | changes.get("data", {})}
+    data = changes.get("data", {})
+    values = SECTIONS | changes | {"data": DATA | data}
     if stage == "evaluate":
-        data = {"path": "shards", "val_split": "train"} | changes.get("data", {})
-        values = {"name": "x", "evaluate": [{"name": "classification"}]}
-        values |= changes | {"data": data}
+        values = {
+            "name": "x",
+            "evaluate": [{"name": "classification"}],
+            **changes,
+        }
+        values["data"] = {
+            "path": "shards",
+            "val_split": "train",
+            **data,
+        }
     run = RUN_TYPES[stage].model_validate(values)
+
     before = sorted(folder.parent.rglob("*"))
     with refused(message):
         check_here(run, num_procs=2)
@@ -313,6 +389,7 @@ def test_what_this_machine_lacks_is_found_before_a_start(
 
 
 def test_a_resume_needs_no_initial_weights(folder: Path) -> None:
+    # The weights may be gone long since: the checkpoint has what became of them.
     run = FinetuneRun.model_validate(SECTIONS | {"data": DATA, "init": "runs/lost"})
     Path("runs/x/checkpoints/step-00000001").mkdir(parents=True)
     check_here(run, num_procs=2)
@@ -320,55 +397,68 @@ def test_a_resume_needs_no_initial_weights(folder: Path) -> None:
 
 def test_errors_refuse_a_run_and_warnings_are_printed(capsys):
     missing = UserError("missing", where="a.tar")
-    checks = [Check("data", "error", "missing", error=missing)]
-    checks.append(Check("cores", "warning", "too few", "ask for more"))
+    error = Check("data", "error", "missing", error=missing)
+    warning = Check("cores", "warning", "too few", "ask for more")
     with pytest.raises(UserErrors) as raised:
-        refuse_or_warn(checks)
+        refuse_or_warn([error, warning])
     assert list(raised.value.errors) == [missing]
-    refuse_or_warn(checks[-1:])
+
+    # Alone, a warning stops nothing.
+    refuse_or_warn([warning])
     assert capsys.readouterr().err == "warning: cores: too few\n  next: ask for more\n"
 
 
 def test_shards_sorted_by_class_are_refused(tmp_path, monkeypatch):
-    classes = [str(number) for number in range(20)]
-    path = write_shard_folder(
-        tmp_path / "s", num_per_class=20, num_shards=20, classes=classes
+    shards = write_shard_folder(
+        tmp_path / "s",
+        num_per_class=20,
+        num_shards=20,
+        classes=[str(number) for number in range(20)],
     )
+
+    # Shards are shuffled within blocks; in small ones a batch would see few shards.
     monkeypatch.setattr("vitscale.data.order.BLOCK_SHARDS", 1)
-    assert checked(data={"path": str(path)})["data"].result == "ok"
-    index = read_split(path, split="train")
-    sorted_index = replace(index, label=np.sort(index.label))
+    data = {"path": str(shards)}
+    assert checked(data=data)["data"].result == "ok"
+
+    # The same labels in the order of classes, as of tars that hold one class each.
+    index = read_split(shards, split="train")
+    by_class = replace(index, label=np.sort(index.label))
     monkeypatch.setattr(
-        "vitscale.data.training_set.read_split", lambda *_, **__: sorted_index
+        "vitscale.data.training_set.read_split", lambda *_, **__: by_class
     )
-    assert "sorted by class" in checked(data={"path": str(path)})["data"].detail
+    assert "sorted by class" in checked(data=data)["data"].detail
 
 
 def test_a_sweep_opens_its_index_once(monkeypatch):
     """Whatever varies, but for the settings that choose samples."""
     opened = []
-    read = read_split
 
-    def counted(path, **how):
-        opened.append(how["split"])
-        return read(path, **how)
+    def counted(path, **options):
+        opened.append(options["split"])
+        return read_split(path, **options)
 
     monkeypatch.setattr("vitscale.data.training_set.read_split", counted)
     known = {}
 
     def check(data, **changes):
         run = PretrainRun.model_validate(SECTIONS | changes | {"data": DATA | data})
-        return {each.name: each for each in run_checks(run, known=known)}["data"]
+        checks = {check.name: check for check in run_checks(run, known=known)}
+        return checks["data"]
 
+    # An index may have a billion samples: to read it for each run would delay the submission.
     for i in range(50):
         varied = {
             "mean": [i / 100] * 3,
             "num_workers": i,
             "crop_area": [0.1, 0.5 + i / 100],
+            "global_batch": 1 + i % 4,
+            "repeats": 1 + i % 2,
         }
-        varied |= {"global_batch": 1 + i % 4, "repeats": 1 + i % 2}
         assert check(varied, seed=i, optim={"lr": 1e-3 + i}).result == "ok"
     assert opened == ["train"]
+
+    # Other samples are counted anew.
     assert "4 samples" in check({"first_percent": 25}).detail
     assert len(opened) == 2
 

@@ -48,8 +48,7 @@ def root(tmp_path) -> Path:
 
 
 def copy_of(root: Path, folder: Path) -> Path:
-    copy = kept_code(LaunchSettings(), folder, root=root)
-    return copy
+    return kept_code(LaunchSettings(), folder, root=root)
 
 
 def test_a_snapshot_is_the_code_as_it_is_on_disk(root, tmp_path):
@@ -57,15 +56,24 @@ def test_a_snapshot_is_the_code_as_it_is_on_disk(root, tmp_path):
     (root / "vitscale/model.py").write_text("width = 2\n")
     (root / "vitscale/old.py").unlink()
     (root / "vitscale/new é.py").touch()
+
+    # Git ignores both; a job cannot run without the extension, and needs no bytecode.
     (root / "vitscale/_region.abi3.so").write_bytes(b"ELF")
     (root / "vitscale/__pycache__").mkdir()
     (root / "vitscale/__pycache__/model.pyc").touch()
+
     copy = copy_of(root, tmp_path)
-    assert sorted(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()) == [
-        "launch/job.sh", "source.json", "vitscale/_region.abi3.so", "vitscale/model.py",
+    files = [path for path in copy.rglob("*") if path.is_file()]
+    assert sorted(str(path.relative_to(copy)) for path in files) == [
+        "launch/job.sh",
+        "source.json",
+        "vitscale/_region.abi3.so",
+        "vitscale/model.py",
         "vitscale/new é.py",
-    ]  # fmt: skip
+    ]
     assert (copy / "vitscale/model.py").read_text() == "width = 2\n"
+
+    # From the commit and the patch the code can be made again, when the copy is gone.
     record = json.loads((copy / RECORD_NAME).read_text())
     assert record["patch"].startswith("# untracked: vitscale/new é.py\n")
     assert "-width = 1\n+width = 2\n" in record["patch"]
@@ -80,6 +88,8 @@ def test_what_is_no_code_is_not_copied(root, tmp_path):
     copy = copy_of(root, tmp_path)
     names = {str(path.relative_to(copy)) for path in copy.rglob("*.py")}
     assert names == {"vitscale/model.py", "vitscale/old.py"}
+
+    # A file of 4 TiB that takes no space.
     with open(root / "vitscale/weights.npz", "wb") as file:
         file.truncate(1 << 42)
     with refused("weights.npz: has 4,398,046,511,104 bytes"):
@@ -94,20 +104,28 @@ def test_the_record_replaces_git_inside_a_snapshot(root, tmp_path):
     assert recorded == source_version(root)
     assert recorded is not None
     assert not recorded.patch
+
     git(root, "commit", "--quiet", "--allow-empty", "--message", "later")
-    assert source_version(copy) == recorded != source_version(root)
+    assert source_version(copy) == recorded
+    assert source_version(root) != recorded
+
+    # A job that submits another one copies its own copy.
     assert copy_of(copy, tmp_path).name == copy.name
 
 
 def test_equal_code_shares_one_folder_and_other_code_does_not(root, tmp_path):
     first = copy_of(root, tmp_path)
     assert copy_of(root, tmp_path) == first
+
+    # A new name is other code, and so is the same code without a commit to its name.
     (root / "launch/job.sh").rename(root / "launch/job")
     second = copy_of(root, tmp_path)
     (root / ".git").rename(tmp_path / "elsewhere")  # as in an installed package
     third = copy_of(root, tmp_path)
-    assert len({first, second, third}) == 3 == len(list(tmp_path.glob("*code-*")))
+    assert len({first, second, third}) == 3
+    assert len(list(tmp_path.glob("*code-*"))) == 3
     assert source_version(third) is None
+
     assert kept_code(LaunchSettings(snapshot=False), tmp_path, root=root) is None
 
 
@@ -122,6 +140,7 @@ def test_a_refusal_removes_no_files_of_other_submissions(tmp_path):
             (folder / "12").mkdir()
             (folder / "config-2.yaml").touch()
 
+    # The other one starts while this one is under way, and has to wait for its end.
     other = threading.Thread(target=submit)
     with pytest.raises(UserError), submitting(folder):
         (folder / "config-1.yaml").touch()
@@ -136,29 +155,41 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    source = {"path": "tars", "kind": "webdataset"}
-    values = {"output": "shards", "source": source, "script": "index_shards"}
-    run = DataPrepRun.model_validate(values)
+    run = DataPrepRun.model_validate(
+        {
+            "output": "shards",
+            "source": {"path": "tars", "kind": "webdataset"},
+            "script": "index_shards",
+        }
+    )
     job = prepare_job(run, cluster="slurm")
-    folder = Path(job.config).parent
-    assert {each.stat().st_mode & 0o777 for each in (folder, folder.parent)} == {0o700}
+    config = Path(job.config)
+
+    # What is in these folders is executed with the user's rights.
+    for folder in config.parents[:2]:
+        assert folder.stat().st_mode & 0o777 == 0o700
     assert Path(job.script).name == "index_shards.py"
     assert Path(job.script).is_file()
     assert job.run_folder is None
-    assert "script: index_shards" in Path(job.config).read_text()
-    Path(job.config).unlink()
-    Path(job.config).mkdir()
+    assert "script: index_shards" in config.read_text()
+
+    # A folder where the file should be is one error and no traceback.
+    config.unlink()
+    config.mkdir()
     with refused("output=.*: cannot be written"):
         prepare_job(run, cluster="slurm")
+
     monkeypatch.setattr(os, "getuid", lambda: 1234)
     with refused("another user, who could change the job"):
         prepare_job(run, cluster="slurm")
 
 
+# sbatch fills in a "%", and takes the other two as marks of its own: files would be elsewhere.
 @every(mark=["%", ":", "\\"])
 def test_sbatch_reads_no_folder_otherwise(mark, tmp_path, monkeypatch):
-    (tmp_path / f"a{mark}b").mkdir()
-    monkeypatch.chdir(tmp_path / f"a{mark}b")
+    folder = tmp_path / f"a{mark}b"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     run = DataPrepRun.model_validate({"output": "x", "source": {"path": "images"}})
     with refused("the job folder's path .* contains"):
         check_job(run, cluster="slurm")
@@ -174,10 +205,13 @@ def test_preparations_of_different_outputs_have_different_job_folders(
         values = {"output": output, "source": {"path": "images"}}
         return job_folder(DataPrepRun.model_validate(values), cluster="slurm")
 
+    # The last part of a path alone would put two preparations into one folder.
     outputs = "shards a/shards b/shards a/b/shards /a/shards ~/shards ../shards".split()
     assert len({folder_of(output) for output in outputs}) == len(outputs)
     same = ["a/shards", "./a/shards/", "b/../a/shards", str(tmp_path / "a/shards")]
     assert len({folder_of(output) for output in same}) == 1
+
+    # People still read the output in the name.
     assert folder_of("shards") == tmp_path / "runs/data_prep-shards/slurm"
     assert folder_of("a/shards").parent.name.startswith("data_prep-shards-")
 
@@ -200,6 +234,7 @@ OVERRIDES = dict(
     WORLD_SIZE=8 LOCAL_RANK=3
     """.split()
 )
+# Of each variable a value, and the setting of a run that decides the same.
 OF_SITE = yaml.safe_load("""
 SBATCH_ACCOUNT: [other, {account: mine}]
 SBATCH_PARTITION: [login, {partition: gpu}]
@@ -221,17 +256,26 @@ def seen_by_sbatch(tmp_path, monkeypatch) -> Iterator[Submit]:
         (programs / name).write_text(SBATCH)
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    seen = tmp_path / "seen"
+    monkeypatch.setenv("SEEN", str(seen))
+
+    # The tests themselves may run in a job.
     for name in list(os.environ):
         if name.startswith(("SLURM_", "SBATCH_")):
             monkeypatch.delenv(name)
     _say_once.cache_clear()
 
     def submit(launch: LaunchSettings) -> dict[str, str]:
-        (tmp_path / "job").mkdir(exist_ok=True)
+        folder = tmp_path / "job"
+        folder.mkdir(exist_ok=True)
         job = StageJob(script="main.py", config="config.yaml")
-        submit_to_slurm(job, launch=launch, name="x", folder=tmp_path / "job")
-        lines = (tmp_path / "seen").read_text().splitlines()
+        submit_to_slurm(
+            job,
+            launch=launch,
+            name="x",
+            folder=folder,
+        )
+        lines = seen.read_text().splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
 
     yield submit
@@ -240,24 +284,27 @@ def seen_by_sbatch(tmp_path, monkeypatch) -> Iterator[Submit]:
 def test_variables_of_the_shell_override_nothing_that_a_run_says(
     seen_by_sbatch: Submit, monkeypatch, capsys
 ):
-    says = {}
+    settings = {}
     for name, (value, setting) in OF_SITE.items():
         monkeypatch.setenv(name, value)
-        says |= setting
-    says["sbatch"] = {"qos": "high", "reservation": "y"}
+        settings |= setting
+    # Two of them are of one section, which the second would have replaced.
+    settings["sbatch"] = {"qos": "high", "reservation": "y"}
     for name, value in (OVERRIDES | CLUSTER).items():
         monkeypatch.setenv(name, value)
+
     before = dict(os.environ)
-    seen = seen_by_sbatch(LaunchSettings(**says))
-    assert not seen.keys() & {*OVERRIDES, *OF_SITE}
-    assert CLUSTER.items() <= seen.items()
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert all(name in said for name in (*OVERRIDES, *OF_SITE))
+    variables = seen_by_sbatch(LaunchSettings(**settings))
+    assert not variables.keys() & {*OVERRIDES, *OF_SITE}
+    # Which cluster it is only the shell knows.
+    assert CLUSTER.items() <= variables.items()
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert all(name in printed for name in (*OVERRIDES, *OF_SITE))
     assert dict(os.environ) == before
 
     # Once, however many runs are submitted.
-    seen_by_sbatch(LaunchSettings(**says))
+    seen_by_sbatch(LaunchSettings(**settings))
     assert capsys.readouterr().err == ""
 
 
@@ -268,10 +315,11 @@ def test_the_site_decides_what_a_run_leaves_to_it(
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     assert values.items() <= seen_by_sbatch(LaunchSettings()).items()
-    said = capsys.readouterr().err
-    assert all(
-        f"{name}={value} of this shell counts" in said for name, value in values.items()
-    )
+
+    # A forgotten variable would send jobs to another account, so each is said.
+    printed = capsys.readouterr().err
+    for name, value in values.items():
+        assert f"{name}={value} of this shell counts" in printed
 
 
 def test_a_job_around_the_shell_gives_nothing_to_the_new_one(
@@ -291,19 +339,28 @@ def test_the_profile_of_a_node_names_no_ranks(tmp_path):
     )
     text = sbatch_text(launch, name="x", folder=tmp_path)
     first = text.partition("# setup\n")[2].partition("set +eu")[0]
-    env = os.environ | {"MASTER_PORT": "29500", "RANK": "3"}
     done = subprocess.run(
-        ["bash", "-c", first], env=env, capture_output=True, text=True, check=True
+        ["bash", "-c", first],
+        env=os.environ | {"MASTER_PORT": "29500", "RANK": "3"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == "in setup: none none\n"
 
 
+# A word for the shell that splits it, ends a quotation, is filled in, or matches files.
 @pytest.mark.parametrize("name", ["my run", "it's", "$HOME", "*", "Läufe (1)"])
 def test_the_batch_script_takes_any_name_of_a_run(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path / name)
     text = sbatch_text(
-        LaunchSettings(), name="x", folder=tmp_path / name / "slurm", run_folder=folder
+        LaunchSettings(),
+        name="x",
+        folder=tmp_path / name / "slurm",
+        run_folder=folder,
     )
+
+    # The lines that use the folder, with programs that only print their arguments.
     lines = re.findall(r"^(?:next=|watch_lock |failed=).*$", text, re.MULTILINE)
     shows = 'printf "%s\\n" "$@"'
     shell = [

@@ -42,11 +42,22 @@ from vitscale.distributed.events import (
 
 ATTEMPT = "17/1"
 RUNNING = {"JobState": "RUNNING"}
-STORAGE = Failure(kind=FailureKind.STORAGE, what="no space", rank=1, node="n2", step=7)
-STORAGE = replace(STORAGE, reported_by=1)
-ERROR = Failure(
-    kind=FailureKind.OTHER, what="KeyError: 7", rank=1, node="n2", reported_by=1
+STORAGE = Failure(
+    kind=FailureKind.STORAGE,
+    what="no space",
+    rank=1,
+    node="n2",
+    step=7,
+    reported_by=1,
 )
+ERROR = Failure(
+    kind=FailureKind.OTHER,
+    what="KeyError: 7",
+    rank=1,
+    node="n2",
+    reported_by=1,
+)
+# Rank 0 has noticed the end of another rank, in two ways.
 LOST = Failure(
     kind=FailureKind.PEER_LOST,
     what="connection closed",
@@ -55,10 +66,33 @@ LOST = Failure(
     reported_by=0,
 )
 GONE = Failure(
-    kind=FailureKind.KILLED, what="is gone", rank=1, node="n2", reported_by=0
+    kind=FailureKind.KILLED,
+    what="is gone",
+    rank=1,
+    node="n2",
+    reported_by=0,
 )
 EXITED = "srun: error: n1: task 0: Exited with exit code 1"
 KILLED = "srun: error: n2: task 1: Killed"
+
+
+def end_of(
+    lines: str,
+    folder: Path,
+    *,
+    code: int = 1,
+    attempt: str = ATTEMPT,
+    **fields: str,
+) -> Outcome:
+    """How the attempt ended; fields: what SLURM says of the job."""
+    return classify(
+        code,
+        lines.splitlines(),
+        folder,
+        attempt=attempt,
+        fields=fields,
+        signal_delay_s=30,
+    )
 
 
 def outcome(
@@ -67,15 +101,18 @@ def outcome(
     """The outcome with these errors of srun and reports of ranks."""
     for report in reports:
         record_failure(folder, replace(report, attempt=ATTEMPT))
-    errors = lines.splitlines()
-    return classify(
-        code, errors, folder, attempt=ATTEMPT, fields=RUNNING, signal_delay_s=30
-    )
+    return end_of(lines, folder, code=code, JobState="RUNNING")
 
 
-REPORTS = {"storage": STORAGE, "other": ERROR, "lost": LOST, "gone": GONE}
+REPORTS = {
+    "storage": STORAGE,
+    "other": ERROR,
+    "lost": LOST,
+    "gone": GONE,
+}
 
 
+# What srun wrote and ranks recorded, and the cause that follows.
 @rows("""
 - [errors, reports, kind, node, reason]
 # The culprit is blamed, and not the one that notices.
@@ -127,22 +164,29 @@ REPORTS = {"storage": STORAGE, "other": ERROR, "lost": LOST, "gone": GONE}
 - [[], [], other, null, srun was ended by SIGKILL]
 """)
 def test_the_cause_is_what_the_best_report_says(
-    tmp_path, errors, reports, kind, node, reason
+    tmp_path,
+    errors,
+    reports,
+    kind,
+    node,
+    reason,
 ):
     record_failure(tmp_path, replace(ERROR, attempt="17/0"))  # of another attempt
     lines = ["srun: got SIGCONT", *(f"srun: error: {error}" for error in errors)]
-    found = outcome(
+    ended = outcome(
         tmp_path,
         "\n".join(lines),
         code=1 if errors else 137,
         reports=[REPORTS[name] for name in reports],
     )
-    assert found.kind == kind
-    assert found.reason == reason
-    assert found.failed_node == node
-    assert found.ending is Ending.FAILED
+    assert ended.kind == kind
+    assert ended.reason == reason
+    assert ended.failed_node == node
+    assert ended.ending is Ending.FAILED
 
 
+# The task's log, its exit code, the last line there, and what could not be executed. In the last
+# row the stage itself has written the line, and its code means bad input.
 @rows("""
 - [log, code, last, why]
 - - run/slurm/17/17_1_log.out
@@ -160,39 +204,47 @@ def test_the_cause_is_what_the_best_report_says(
   - "sh: 1: exec: /env/python: No such file or directory"
 - [17_1_log.out, 2, "error: /env/python: No such file or directory", null]
 """)
-def test_a_node_without_python_is_blamed(tmp_path, log, code, last, why):
+def test_a_node_without_python_is_blamed(
+    tmp_path,
+    log,
+    code,
+    last,
+    why,
+):
     line = f"srun: error: n2: task 1: Exited with exit code {code}"
-    (tmp_path / log).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / log).write_text(f"of an earlier attempt\n{last}\n{line}\n")
-    found = outcome(tmp_path / "run", line)
+    path = tmp_path / log
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"of an earlier attempt\n{last}\n{line}\n")
+    ended = outcome(tmp_path / "run", line)
     if why is None:
-        assert found.kind == "bad input"
-        assert found.failed_node is None
+        assert ended.kind == "bad input"
+        assert ended.failed_node is None
         return
-    assert found.kind == "other"
-    assert found.failed_rank == 1
-    assert found.failed_node == "n2"
-    assert found.reason == f"rank 1 on n2 could not start: {why}"
+    assert ended.kind == "other"
+    assert ended.failed_rank == 1
+    assert ended.failed_node == "n2"
+    assert ended.reason == f"rank 1 on n2 could not start: {why}"
 
 
 def test_a_task_that_was_not_launched_is_blamed(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "launch.jobs.requeue_decision.ask_slurm", lambda *_: "n1\nn2\nn3\n"
     )
-    for name, value in {"SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"}.items():
-        monkeypatch.setenv(name, value)
+    # Four tasks on two of the nodes: srun names the task alone.
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     why = "launch failed: Slurmd could not connect IO"
 
     # The end of the others follows from it.
-    found = outcome(tmp_path, f"srun: error: task 3 {why}\n{EXITED}")
-    assert found.reason == f"rank 3 on n2: {why}"
-    assert found.failed_node == "n2"
+    ended = outcome(tmp_path, f"srun: error: task 3 {why}\n{EXITED}")
+    assert ended.reason == f"rank 3 on n2: {why}"
+    assert ended.failed_node == "n2"
 
     # Tasks are dealt to nodes one by one here, not in blocks.
     monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic:block")
     (tmp_path / "cyclic").mkdir()
-    found = outcome(tmp_path / "cyclic", f"srun: error: task 2 {why}")
-    assert found.failed_node == "n1"
+    ended = outcome(tmp_path / "cyclic", f"srun: error: task 2 {why}")
+    assert ended.failed_node == "n1"
 
 
 def test_a_kill_that_no_rank_saw_is_recorded(tmp_path):
@@ -201,36 +253,54 @@ def test_a_kill_that_no_rank_saw_is_recorded(tmp_path):
     assert recorded.kind == FailureKind.KILLED
     assert recorded.rank == 1
     assert recorded.reported_by is None
+
+    # Once: the same end may be looked at again.
     outcome(tmp_path, KILLED)
     assert len(read_failures(tmp_path)) == 2
 
 
 def test_slurm_and_stops_are_told_apart(tmp_path):
-    stopped = ["srun: error: n1: task 0: Exited with exit code 75"]
+    # 75 is the code of a rank that was asked to stop and has saved.
+    stopped = "srun: error: n1: task 0: Exited with exit code 75"
 
-    def of(**fields):
-        return classify(
-            75, stopped, tmp_path, attempt="", fields=fields, signal_delay_s=30
+    def end(code: int = 75, lines: str = stopped, **fields: str) -> Outcome:
+        return end_of(
+            lines,
+            tmp_path,
+            code=code,
+            attempt="",
+            **fields,
         )
 
     for state in ("COMPLETING", "CANCELLED"):
-        fields = {"JobState": state, "Reason": "None"}
-        assert of(**fields).ending is Ending.ENDED_BY_SLURM
+        by_slurm = end(JobState=state, Reason="None")
+        assert by_slurm.ending is Ending.ENDED_BY_SLURM
 
         # srun may end with 0 then.
-        zero = classify(0, [], tmp_path, attempt="", fields=fields, signal_delay_s=30)
-        assert zero.ending is Ending.ENDED_BY_SLURM
+        by_slurm = end(0, "", JobState=state, Reason="None")
+        assert by_slurm.ending is Ending.ENDED_BY_SLURM
 
+    # The signal is asked for 30 s before the limit, and SLURM may send it a minute earlier.
     near = str(int(time.time()) + 60)
-    limit = of(JobState="COMPLETING", Reason="TimeLimit", EndTime=near)
+    limit = end(
+        JobState="COMPLETING",
+        Reason="TimeLimit",
+        EndTime=near,
+    )
     assert limit.reason == "stopped by a signal: the time limit is near"
-    preempted = of(JobState="RUNNING", PreemptTime="1795371188", EndTime=near)
+
+    preempted = end(
+        JobState="RUNNING",
+        PreemptTime="1795371188",
+        EndTime=near,
+    )
     assert preempted.reason == "stopped by a signal: preempted"
-    far = of(JobState="RUNNING", EndTime=str(int(near) + 600))
+
+    far = end(JobState="RUNNING", EndTime=str(int(near) + 600))
     assert far.reason == "stopped by a signal"
 
     # SLURM does not answer.
-    assert of().reason == "stopped by a signal"
+    assert end().reason == "stopped by a signal"
 
     # A rank that dies of the signal itself was asked to stop, too.
     signalled = outcome(tmp_path, "srun: error: n2: task 1: User defined signal 2")
@@ -252,22 +322,28 @@ def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(tmp_path
 
 def attempts(*endings: tuple[Ending, int], job_id: str = "17") -> list[Attempt]:
     """One attempt for each (ending, steps gained)."""
-    found = []
+    record = []
     step = 0
     for restart, (ending, gained) in enumerate(endings):
         step += gained
-        found.append(
-            Attempt(
-                number=1 + restart, cluster="slurm", job_id=job_id, restart=restart, started=0.0,
-                ended=1.0, ending=ending, reason=f"reason {1 + restart}", failed_node="n2",
-                checkpoint_step=step,
-            )
-        )  # fmt: skip
-    return found
+        attempt = Attempt(
+            number=1 + restart,
+            cluster="slurm",
+            job_id=job_id,
+            restart=restart,
+            started=0.0,
+            ended=1.0,
+            ending=ending,
+            reason=f"reason {1 + restart}",
+            failed_node="n2",
+            checkpoint_step=step,
+        )
+        record.append(attempt)
+    return record
 
 
-def refusal(found: Sequence[Attempt], *, requeues: int = 9) -> str | None:
-    return restart_refusal(found, max_requeues=requeues)
+def refusal(record: Sequence[Attempt]) -> str | None:
+    return restart_refusal(record, max_requeues=9)
 
 
 FAIL_0 = (Ending.FAILED, 0)
@@ -293,18 +369,21 @@ ROWS = yaml.safe_load("""
 @every(row=ROWS)
 def test_restarts_have_limits(row):
     *endings, follows = row
-    pairs = [each.split() for each in endings]
-    found = attempts(*((Ending(ending), int(gained)) for ending, gained in pairs))
-    assert (refusal(found) is None) == (follows == "again")
+    pairs = [text.split() for text in endings]
+    typed = [(Ending(ending), int(gained)) for ending, gained in pairs]
+    record = attempts(*typed)
+    assert (refusal(record) is None) == (follows == "again")
 
 
 def test_another_job_and_storage_do_not_count():
+    # A person who submits again has changed something.
     before = attempts(*[FAIL_0] * 4)
     now = attempts(FAIL_0, FAIL_0, job_id="18")
     assert refusal(before) is not None
     assert refusal([*before, *now]) is None
 
-    outage = [replace(each, kind=FailureKind.STORAGE) for each in before]
+    # A full disk says nothing of the run, however long it stays full.
+    outage = [replace(attempt, kind=FailureKind.STORAGE) for attempt in before]
     assert refusal(outage) is None
 
 
@@ -318,6 +397,8 @@ def test_two_failures_in_a_row_blame_a_node():
     lacking = replace(second, kind=FailureKind.NODE, failed_node="n1")
     assert blamed_node([first, lacking]) == "n1"
     assert blamed_node([replace(lacking, failed_node=None)]) is None
+
+    # Two nodes, an unknown one, another job, or a stop between: the cause may be the run itself.
     assert blamed_node([first, replace(second, failed_node="n1")]) is None
     assert blamed_node([replace(first, failed_node=None), second]) is None
     assert blamed_node([replace(first, job_id="16"), second]) is None
@@ -328,6 +409,7 @@ def test_storage_is_waited_for(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     pauses = []
 
+    # The folder is back after three pauses; the pauses are the only time that passes.
     def sleep(seconds):
         pauses.append(seconds)
         if len(pauses) == 3:
@@ -339,6 +421,8 @@ def test_storage_is_waited_for(tmp_path, monkeypatch, capsys):
     assert len(pauses) == 3
     assert not list(folder.iterdir())
     assert capsys.readouterr().err.count("waiting before the next start") == 1
+
+    # Without time there is no pause, and without a limit the wait ends after half an hour.
     wait_for_storage(tmp_path / "gone", until=time.time() - 1)
     assert len(pauses) == 3
     wait_for_storage(tmp_path / "gone", until=math.inf)
@@ -347,17 +431,23 @@ def test_storage_is_waited_for(tmp_path, monkeypatch, capsys):
 
 def test_storage_needs_room_for_a_checkpoint(tmp_path):
     step = tmp_path / "checkpoints/step-00000001"
-    for each in (step, step.with_name("step-00000002")):  # the largest counts
-        each.mkdir(parents=True)
+    for folder in (step, step.with_name("step-00000002")):  # the largest counts
+        folder.mkdir(parents=True)
     with open(step / "rank-00000.safetensors", "wb") as file:
         file.truncate(1 << 16)
         assert storage_refusal(tmp_path) is None
         file.truncate(2 * shutil.disk_usage(tmp_path).free)  # takes no space itself
         assert " free, and a checkpoint needs " in str(storage_refusal(tmp_path))
+
+    # The file that tries whether writing works is gone again.
+    assert len(list(step.parent.iterdir())) == 2
+
+
+def test_sizes_have_three_digits_at_most():
     sizes = "0 bytes|999 bytes|1 kB|293 kB|1 MB|12.5 GB|1 GB|2,000 TB"
+    # Rounding may reach the next unit: 999,600 bytes are not "1000 kB".
     numbers = (0, 999, 1000, 292_990, 999_600, 12_500_000_000, 999_500_000, 2e15)
     assert "|".join(map(format_size, numbers)) == sizes
-    assert len(list(step.parent.iterdir())) == 2
 
 
 @pytest.fixture
@@ -365,12 +455,20 @@ def follows(tmp_path, monkeypatch, capsys):
     """What is said after an attempt that ended with this line of srun, and the job's code."""
     fields = f"JobState=RUNNING Partition=p NumNodes=1 EndTime={time.time() + 50:.0f}"
 
-    def ask(program, *arguments, **how):
+    def ask(program, *arguments, **options):
         if program == "sinfo":
             return "n1 n2"
+        # Names of nodes are expanded; these have no brackets.
         return arguments[-1] if "hostnames" in arguments else fields
 
-    def finish(folder, line, *, restart=0, job="17", code=137):
+    def finish(
+        folder,
+        line,
+        *,
+        restart=0,
+        job="17",
+        code=137,
+    ):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
         options = argparse.Namespace(
             run_folder=tmp_path / folder,
@@ -386,15 +484,18 @@ def follows(tmp_path, monkeypatch, capsys):
 
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(queue, "ask_slurm", ask)
+    # With 50 s to the time limit no wait may begin.
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("no time is left"))
     return finish
 
 
 def test_a_moved_folder_is_not_made_again(follows, tmp_path):
-    said = follows("moved", "", code=0)
-    assert "was moved or removed" in said
-    assert said.endswith("code 74")
+    # A requeued job would train from the start in an empty folder.
+    text = follows("moved", "", code=0)
+    assert "was moved or removed" in text
+    assert text.endswith("code 74")
     assert not (tmp_path / "moved").exists()
+
     # The folder of an array's task is made at its start.
     assert "requeueing job 17_3 (1 of 9)" in follows("run", KILLED, job="17_3")
 
@@ -415,6 +516,7 @@ def test_a_node_that_lacks_something_is_excluded_at_once(follows, tmp_path):
 
 
 def test_the_time_limit_comes_before_storage_may_be_back(follows, tmp_path):
+    # A checkpoint as large as this one no longer fits on the disk.
     full = tmp_path / "run/checkpoints/step-00000010/rank-00000.safetensors"
     full.parent.mkdir(parents=True)
     with open(full, "wb") as file:
@@ -438,21 +540,31 @@ def test_the_code_of_srun_is_its_cause(tmp_path):
 
 
 FAILED = Outcome(
-    ending=Ending.FAILED, reason="rank 1 on n2", exit_code=1, failed_node="n2"
+    ending=Ending.FAILED,
+    reason="rank 1 on n2",
+    exit_code=1,
+    failed_node="n2",
 )
 
 
 def begin(folder: Path, *, restart: int = 0) -> Attempt:
     return begin_attempt(
-        folder, cluster="slurm", job_id="17", restart=restart, nodes=["n1", "n2"]
+        folder,
+        cluster="slurm",
+        job_id="17",
+        restart=restart,
+        nodes=["n1", "n2"],
     )
 
 
 def log(folder: Path, step: int) -> None:
+    row = {
+        "step": step,
+        "time": 1e9 + step,
+        "train/loss": 1.0,
+    }
     with open(folder / "journal.jsonl", "a") as file:
-        file.write(
-            json.dumps({"step": step, "time": 1e9 + step, "train/loss": 1.0}) + "\n"
-        )
+        file.write(json.dumps(row) + "\n")
 
 
 def test_an_attempt_records_how_it_ended(tmp_path):
@@ -460,8 +572,9 @@ def test_an_attempt_records_how_it_ended(tmp_path):
     running = begin(tmp_path)
     assert read_attempts(tmp_path) == [running]
     assert running.ended is None
-    checkpoint = tmp_path / "checkpoints/step-00000030"
-    checkpoint.mkdir(parents=True)
+
+    # What the end will say: the last checkpoint, and the last step that was logged.
+    (tmp_path / "checkpoints/step-00000030").mkdir(parents=True)
     for step in (31, 37):
         log(tmp_path, step)
     (events,) = (tmp_path / EVENTS_NAME).iterdir()
@@ -474,6 +587,8 @@ def test_an_attempt_records_how_it_ended(tmp_path):
     assert ended.failed_node == "n2"
     assert ended.ended is not None
     assert ended.ended >= ended.started
+
+    # A line is added and none is rewritten, so that a crash here loses no earlier one.
     assert events.read_bytes().startswith(before)
 
 
@@ -483,6 +598,8 @@ def test_an_end_counts_where_the_clock_was_set_back(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: now - 300)
     ended = end_attempt(running, tmp_path, FAILED)
     assert read_attempts(tmp_path) == [ended]
+
+    # By time alone the first attempt would have ended before it began.
     begin(tmp_path, restart=1)
     endings = [attempt.ending for attempt in read_attempts(tmp_path)]
     assert endings == [Ending.FAILED, None]
@@ -491,16 +608,20 @@ def test_an_end_counts_where_the_clock_was_set_back(tmp_path, monkeypatch):
 def test_the_next_attempt_closes_one_without_an_end(tmp_path):
     begin(tmp_path)
     log(tmp_path, 5)
+
+    # Its node died, so nobody was left to record its end.
     begin(tmp_path, restart=1)
     first, second = read_attempts(tmp_path)
     assert first.ending == Ending.LOST
     assert first.last_step == 5
     assert first.ended is not None
+
     assert second.number == 2
     assert second.restart == 1
     assert second.ended is None
 
 
+# A write that a crash cut, and a whole line that lacks keys of an attempt.
 @every(
     rest=[b'{"event": "attempt", "number": 7', b'{"event": "attempt", "number": 3}\n']
 )
@@ -509,6 +630,8 @@ def test_a_damaged_line_hides_no_other(tmp_path, rest):
     (events,) = (tmp_path / EVENTS_NAME).iterdir()
     with events.open("ab") as file:
         file.write(rest)
+
+    # The next event must not be glued to the cut line.
     end_attempt(first, tmp_path, FAILED)
     begin(tmp_path)
     endings = [attempt.ending for attempt in read_attempts(tmp_path)]

@@ -57,18 +57,37 @@ class RunFolder:
     def log(self, step: int, *, ago: float = 10.0, **metrics: float) -> None:
         """The end of an interval, of a training of 100 steps that has started a minute ago."""
         if read_start(self.folder) is None:
-            facts = {"time": NOW - 60, "first_step": 0, "total_steps": 100}
+            facts = {
+                "time": NOW - 60,
+                "first_step": 0,
+                "total_steps": 100,
+            }
             append_event(self.folder, STARTED, facts)
-        row = Row(step=step, time=NOW - ago, metrics={"train/loss": 1.25, **metrics})
+        row = Row(
+            step=step,
+            time=NOW - ago,
+            metrics={"train/loss": 1.25, **metrics},
+        )
         with open(self.folder / "journal.jsonl", "ab") as file:
             file.write(encode(row))
 
     def attempt(self, ending: str | None, *, number: int = 1, **more) -> None:
         """One that has started a minute ago, and ended now unless `ending` is None."""
-        values = {"number": number, "cluster": "slurm", "job_id": JOB, "restart": 0}
-        ended = {"ended": NOW, "ending": ending, "reason": "why"} if ending else {}
-        where = {"nodes": ["n1", "n2"], "started": NOW - 60}
-        append_event(self.folder, ATTEMPT, values | where | ended | more)
+        values = {
+            "number": number,
+            "cluster": "slurm",
+            "job_id": JOB,
+            "restart": 0,
+            "nodes": ["n1", "n2"],
+            "started": NOW - 60,
+        }
+        if ending:
+            values |= {
+                "ended": NOW,
+                "ending": ending,
+                "reason": "why",
+            }
+        append_event(self.folder, ATTEMPT, values | more)
 
     def checkpoint(self, step: int) -> None:
         folder = self.folder / f"checkpoints/step-{step:08d}"
@@ -81,9 +100,15 @@ class RunFolder:
 
 def job(state: str, *, reason: str | None = None, **more) -> QueuedJob:
     values = {
-        "job_id": JOB, "submitted_id": JOB, "state": state, "reason": reason, "start": None,
-        "nodes": None, "submitted": NOW - 720, "script": f"/else/where/{SCRIPT}",
-    }  # fmt: skip
+        "job_id": JOB,
+        "submitted_id": JOB,
+        "state": state,
+        "reason": reason,
+        "start": None,
+        "nodes": None,
+        "submitted": NOW - 720,
+        "script": f"/else/where/{SCRIPT}",
+    }
     return QueuedJob(**values | more)
 
 
@@ -97,39 +122,40 @@ def test_a_started_job_is_running(run: RunFolder):
     run.attempt(None)
     running = job("RUNNING", nodes="n[1-2]")
     run.log(58, ago=90)  # before this start, and after its checkpoint
-    assert (
-        "vit: running for 0:01:00, starting from step 50; job 4711 on n[1"
-        in run.line(running)
-    )
+    line = run.line(running)
+    assert "vit: running for 0:01:00, starting from step 50; job 4711 on n[1" in line
 
     # Two intervals of this start are enough for a rate, and hence for the time that is left.
     run.log(62, ago=14)
     run.log(64, **{"vitals/images_per_s": 812.0, "vitals/mfu": 0.4})
-    assert "step 64 of 100 (64%), 812 img/s, MFU 40.0%, 0:01:02 left; job" in run.line(
-        running
-    )
+    line = run.line(running)
+    assert "step 64 of 100 (64%), 812 img/s, MFU 40.0%, 0:01:02 left; job" in line
 
 
 def test_a_run_without_new_lines_says_so(run: RunFolder):
+    running = job("RUNNING", start=NOW - 60)
     run.log(2, ago=50)
     run.log(4, ago=40)
-    found = read_state(run.folder, [job("RUNNING", start=NOW - 60)])
-    assert "last step 0:03:00 ago" in line_of(found, now=NOW + 140)
+    # Steps have taken 5 s so far, and for three minutes none has come.
+    state = read_state(run.folder, [running])
+    assert "last step 0:03:00 ago" in line_of(state, now=NOW + 140)
+
     run.log(99, ago=35)  # a second before its end
-    found = read_state(run.folder, [job("RUNNING", start=NOW - 60)])
-    assert "left" not in line_of(found, now=NOW)
+    state = read_state(run.folder, [running])
+    assert "left" not in line_of(state, now=NOW)
 
 
 def test_a_complete_run_is_finished(run: RunFolder):
     run.log(98)
     run.log(100, **{"val/top1": 0.75})
+
+    # All steps are logged, but the last checkpoint is not whole.
     run.checkpoint(90)
     assert read_state(run.folder, []).state is RunState.STOPPED
+
     run.checkpoint(100)
-    assert (
-        "finished, 100 steps, 0:00:10 ago; val/top1 0.7500, train/loss 1.2500"
-        in run.line()
-    )
+    line = "finished, 100 steps, 0:00:10 ago; val/top1 0.7500, train/loss 1.2500"
+    assert line in run.line()
 
 
 # An attempt whose node died has no ending, if none followed it.
@@ -143,31 +169,33 @@ failed         | failed
 """)
 def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, ending, state):
     run.log(10)
-    for number, each in enumerate((ending, "done", ending), start=1):
-        run.attempt(each or None, number=number)
+    # A success between: only attempts that ended otherwise count as restarts.
+    for number, word in enumerate((ending, "done", ending), start=1):
+        run.attempt(word or None, number=number)
+
     found = read_state(run.folder, [])
     is_ended = ending not in ("", "done")
-    restarts = {ending: 1} if is_ended else {}
-    since = NOW if ending else NOW - 10  # the last line of its journal
     assert found.state == state
-    assert found.restarts == restarts
-    assert found.since == since
+    assert found.restarts == ({ending: 1} if is_ended else {})
+    # Without an ending the last sign of life is the last line of its journal.
+    assert found.since == (NOW if ending else NOW - 10)
     assert (": why" in run.line()) == is_ended
 
 
 def test_without_slurm_an_open_attempt_counts_as_running(run: RunFolder):
     run.attempt(None)
-    found = read_state(run.folder, None)
-    assert found.state is RunState.RUNNING
-    assert found.place.endswith("on n1, n2, as its records say: SLURM does not answer")
+    # None: nothing is known of jobs, which is not the same as no job.
+    state = read_state(run.folder, None)
+    assert state.state is RunState.RUNNING
+    assert state.place.endswith("on n1, n2, as its records say: SLURM does not answer")
 
 
 def test_a_process_of_this_machine_is_running(run: RunFolder):
     """Started by launch/local.py, or by another launcher."""
     record_start(run.folder, first_step=0, total_steps=9)
-    found = read_state(run.folder, None)
-    assert found.state is RunState.RUNNING
-    assert found.place == f"process {os.getpid()} on this machine"
+    state = read_state(run.folder, None)
+    assert state.state is RunState.RUNNING
+    assert state.place == f"process {os.getpid()} on this machine"
 
 
 def test_an_evaluation_that_is_repeated_is_running(run: RunFolder):
@@ -175,18 +203,24 @@ def test_an_evaluation_that_is_repeated_is_running(run: RunFolder):
     assert read_state(run.folder, None).state is RunState.FINISHED
 
     # A process of this node that still runs holds the folder.
-    (run.folder / ".lock").write_text(f"process {os.getpid()} on {node_name()}")
+    lock = run.folder / ".lock"
+    lock.write_text(f"process {os.getpid()} on {node_name()}")
     assert read_state(run.folder, None).state is RunState.RUNNING
-    (run.folder / ".lock").write_text("")
+    lock.write_text("")
     assert read_state(run.folder, None).state is RunState.FINISHED
 
 
 def test_a_training_of_another_launcher_has_failed(run: RunFolder):
     run.log(4)
     assert read_state(run.folder, []).state is RunState.STOPPED
-    append_event(
-        run.folder, FAILED, {"kind": "storage", "what": "the disk is full", "step": 4}
-    )
+
+    # No attempt has recorded an end: what a rank has recorded is all there is.
+    failure = {
+        "kind": "storage",
+        "what": "the disk is full",
+        "step": 4,
+    }
+    append_event(run.folder, FAILED, failure)
     assert ": the disk is full (storage, step 4)" in run.line()
 
 
@@ -198,19 +232,19 @@ def test_a_job_without_nodes_waits_for_what_slurm_says(run: RunFolder):
 
 
 def test_an_array_runs_while_a_task_does(run: RunFolder):
+    # One task waits while another runs.
     live = [
         job("PENDING", job_id=f"{JOB}_2"),
         job("RUNNING", job_id=f"{JOB}_1", nodes="n1"),
     ]
-    found = read_state(run.folder, live)
-    assert found.state == RunState.RUNNING
-    assert found.place == f"job {JOB}_1 on n1"
+    state = read_state(run.folder, live)
+    assert state.state == RunState.RUNNING
+    assert state.place == f"job {JOB}_1 on n1"
 
     # The tasks of a preparation share its output; without a record there is nothing to go by.
     shards = run.folder.parent / "shards"
-    (run.folder / "slurm/config-1.yaml").write_text(
-        f"stage: data_prep\noutput: {shards}\n"
-    )
+    config = f"stage: data_prep\noutput: {shards}\n"
+    (run.folder / "slurm/config-1.yaml").write_text(config)
     earlier = run.folder / "slurm/config-2.yaml"
     earlier.write_text("output: elsewhere")
     os.utime(earlier, (1, 1))
@@ -237,7 +271,10 @@ def test_several_runs_are_ordered_and_counted(run: RunFolder):
         other.attempt(ending, number=number)
     waiting = job("PENDING", reason="Resources", start=NOW + 60)
     runs = [read_state(other.folder, []), read_state(run.folder, [waiting])]
-    first, second, third = as_text(runs, now=NOW).splitlines()
+    text = as_text(runs, now=NOW)
+
+    # What still needs attention comes first.
+    first, second, third = text.splitlines()
     assert "vit: queued since " in first
     assert "free nodes (Resources); expected to" in first
     assert "other: finished" in second
@@ -330,35 +367,47 @@ def test_a_job_that_waits_says_what_to_do(run: RunFolder, state, reason, to_do):
 @pytest.mark.slurm
 def test_slurm_has_no_reason_without_advice():
     """All that the installed SLURM may say."""
-    found = [path for each in LIBRARIES for path in glob.glob(each)]
-    if not found:
+    libraries = [path for pattern in LIBRARIES for path in glob.glob(pattern)]
+    if not libraries:
         skip_or_fail("no SLURM here")
-    library = ctypes.CDLL(found[0])
+    library = ctypes.CDLL(libraries[0])
 
     # ctypes takes every result for an int otherwise.
-    library.job_reason_string.restype = library.job_state_string.restype = c_char_p
+    library.job_reason_string.restype = c_char_p
+    library.job_state_string.restype = c_char_p
     reasons = {library.job_reason_string(code).decode() for code in range(400)}
 
     # States are numbers below 16, and flags above.
     codes = [*range(16), *(1 << bit for bit in range(8, 24))]
     states = {library.job_state_string(code).decode() for code in codes} - {"?"}
+
+    # With fewer than SLURM 22.05 has, the library was not read as it is meant.
     assert len(reasons) > 190
     assert len(states) > 20
+
     jobs = [job("PENDING", reason=reason) for reason in reasons if reason.isalpha()]
     jobs += [job(state) for state in states]
-    for each in jobs:
-        _, to_do = (how_it_ended if each.has_ended else why_it_waits)(each)
-        assert each.has_ended or (to_do and "ask an" not in to_do), each
+    for queued in jobs:
+        if queued.has_ended:
+            how_it_ended(queued)
+            continue
+        _, to_do = why_it_waits(queued)
+        assert to_do, queued
+        assert "ask an" not in to_do, queued
 
 
 @lines(ENDS)
 def test_an_end_that_no_attempt_has_recorded_is_explained(
-    run: RunFolder, attempt, state, reason, line
+    run: RunFolder,
+    attempt,
+    state,
+    reason,
+    line,
 ):
     ending = attempt.removesuffix(" requeued").replace("open", "")
-    killed = "rank 1 was killed" if ending else ""
     requeued = {"is_requeued": True} if "requeued" in attempt else {}
     if attempt:
+        killed = "rank 1 was killed" if ending else ""
         run.attempt(ending or None, reason=killed, **requeued)
 
     # SLURM forgets a job after some minutes.
@@ -367,6 +416,7 @@ def test_an_end_that_no_attempt_has_recorded_is_explained(
 
 
 def test_an_attempt_that_follows_the_submission_counts(run: RunFolder):
+    # Submitted again since: how the job before it ended no longer matters.
     for moment, is_later in ((NOW - 90, True), (NOW, False)):
         run.submit(moment)
         run.attempt(Ending.FAILED, reason="rank 1 was killed", job_id="4710")
@@ -375,12 +425,18 @@ def test_an_attempt_that_follows_the_submission_counts(run: RunFolder):
 
 @every(node_ahead="-300, 0, 300", here_ahead="-300, 0, 300")
 def test_clocks_that_differ_change_no_age(run: RunFolder, here_ahead, node_ahead):
+    # The node writes records with its clock; who looks has another one.
     began = NOW - 60 + node_ahead
     run.attempt(None, started=began)
-    facts = {"time": began, "first_step": 0, "total_steps": 100}
+    facts = {
+        "time": began,
+        "first_step": 0,
+        "total_steps": 100,
+    }
     append_event(run.folder, STARTED, facts)
     run.log(1, ago=50 - node_ahead)
     run.log(41, ago=10 - node_ahead)
+
     running = job("RUNNING", start=NOW - 61, seen=NOW)
     line = line_of(read_state(run.folder, [running]), now=NOW + here_ahead)
     assert "running for 0:01:01, step 41 of 100 (41%), 0:0" in line
@@ -388,7 +444,12 @@ def test_clocks_that_differ_change_no_age(run: RunFolder, here_ahead, node_ahead
     assert "0:00:00" not in line
 
     # What squeue says is measured against its own clock, `seen`.
-    queued = job("PENDING", reason="Resources", submitted=NOW - 60, seen=NOW)
+    queued = job(
+        "PENDING",
+        reason="Resources",
+        submitted=NOW - 60,
+        seen=NOW,
+    )
     line = line_of(read_state(run.folder, [queued]), now=NOW + here_ahead)
     assert "(0:01:00)" in line
 
@@ -397,12 +458,12 @@ def test_clocks_that_differ_change_no_age(run: RunFolder, here_ahead, node_ahead
 def here(tmp_path, monkeypatch) -> Path:
     """Runs: one trained, one submitted, two of a chain; and what is none."""
     monkeypatch.chdir(tmp_path)
-    artifact = "chain/mlflow-artifacts/1/config.yaml"
     for path in (
         "vit/config.yaml",
         "chain/a/journal.jsonl",
         "chain/b/config.yaml",
-        artifact,
+        # MLflow keeps copies of configurations, which look like runs.
+        "chain/mlflow-artifacts/1/config.yaml",
     ):
         file = tmp_path / "runs" / path
         file.parent.mkdir(parents=True)
@@ -415,13 +476,16 @@ def here(tmp_path, monkeypatch) -> Path:
 def test_runs_are_found_by_name_and_by_folder(here, monkeypatch):
     names = "chain/a chain/b submitted vit".split()
     assert find_runs([]) == [Path("runs") / name for name in names]
+    # The folder `vit` here has no run, so the run of that name is meant, and listed once.
     assert find_runs(["vit", "runs/vit"]) == [Path("runs/vit")]
     assert find_runs(["chain"]) == [Path("runs/chain/a"), Path("runs/chain/b")]
+
     monkeypatch.chdir(here / "images")
     with refused("no such run: runs\n"):
         find_runs([])
 
 
+# A folder that is there but no run; a typing error; several errors at once.
 NO_RUNS = r"""
 - [names, report]
 - [[images], "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit"]
@@ -476,22 +540,25 @@ def squeue(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_folder_has_the_jobs_whose_script_it_holds(squeue, tmp_path):
-    (tmp_path / "run/slurm").mkdir(parents=True)
+    # By the script, since names of jobs repeat: every submission of a run has the same one.
+    folder = tmp_path / "run"
+    (folder / "slurm").mkdir(parents=True)
     for name in ("c1", "c2"):
-        (tmp_path / f"run/slurm/.submission_file_{name}.sh").symlink_to("gone")
-    assert [job.job_id for job in jobs_of(tmp_path / "run")] == ["9_1", "10"]
+        (folder / f"slurm/.submission_file_{name}.sh").symlink_to("gone")
+    assert [job.job_id for job in jobs_of(folder)] == ["9_1", "10"]
     assert jobs_of(tmp_path / "nowhere") == []
 
 
 def test_settings_of_squeue_do_not_filter_jobs(squeue, monkeypatch):
+    # A user's own filters would hide jobs, and their runs would seem to have ended.
     for name in ("SQUEUE_PARTITION", "SINFO_FORMAT"):
         monkeypatch.setenv(name, "other")
-    assert {each.seen for each in user_jobs()} == {1795371199.0}
+    assert {queued.seen for queued in user_jobs()} == {1795371199.0}
     assert len(user_jobs()) == 5
-    seen = Path(f"{squeue}.env").read_text()
-    assert "=other" not in seen
-    assert "SLURM_TIME_FORMAT=%s" in seen
-    assert f"--array --states=all --user={os.getuid()} " in seen
+    environment = Path(f"{squeue}.env").read_text()
+    assert "=other" not in environment
+    assert "SLURM_TIME_FORMAT=%s" in environment
+    assert f"--array --states=all --user={os.getuid()} " in environment
 
 
 def test_no_answer_says_why(squeue, monkeypatch):
@@ -523,7 +590,6 @@ REFUSALS = """
 @rows(REFUSALS)
 def test_requeueing_is_tried_for_a_while(monkeypatch, times, text, is_queued):
     left = iter([text] * times)
-
     asked = []
 
     def ask(program, *arguments):
@@ -532,6 +598,7 @@ def test_requeueing_is_tried_for_a_while(monkeypatch, times, text, is_queued):
             raise NoAnswerError(refusal)
         return "JobId=17 JobState=RUNNING"
 
+    # Time passes by pauses alone, so five minutes of refusals take none.
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(time, "monotonic", lambda: sum(pauses))
@@ -555,22 +622,34 @@ EXCLUSIONS = """
 
 @rows(EXCLUSIONS)
 def test_a_node_is_excluded_if_enough_others_are_up(
-    monkeypatch, up, before, fewest, excluded
+    monkeypatch,
+    up,
+    before,
+    fewest,
+    excluded,
 ):
     """Else the job, which had two nodes, would wait for ever."""
     asked = []
 
     def ask(*command):
         asked.append(command)
+        # scontrol expands names of nodes; these are lists already.
         return up if command[0] == "sinfo" else command[-1]
 
     monkeypatch.setattr(queue, "ask_slurm", ask)
-    fields = {"ExcNodeList": before, "Partition": "gpu", "NumNodes": "2-2"}
-    said = queue.exclude(
-        *("17", "n2"), why="why", job=fields, script=Path("17.sh"), fewest_nodes=fewest
+    line = queue.exclude(
+        "17",
+        "n2",
+        why="why",
+        job={"ExcNodeList": before, "Partition": "gpu", "NumNodes": "2-2"},
+        script=Path("17.sh"),
+        fewest_nodes=fewest,
     )
     change = ("scontrol", "update", "JobId=17", f"ExcNodeList={excluded}")
-    assert (change in asked) == (excluded is not None) == said.endswith("17: why")
+    is_excluded = excluded is not None
+    assert (change in asked) == is_excluded
+    # Said as done only where it was done.
+    assert line.endswith("17: why") == is_excluded
 
     # Those that other jobs use are up, too.
     assert "--states=idle,mixed,allocated,completing" in asked[0]
@@ -600,25 +679,30 @@ def shared(tmp_path) -> Iterator[Path]:
         folder = Path(name)
         folder.chmod(0o755)
         yield folder
-        for each in folder.rglob("*"):
-            each.chmod(0o700)
+        # What a test has closed could not be removed.
+        for path in folder.rglob("*"):
+            path.chmod(0o700)
 
 
 def test_a_run_that_is_not_shared_is_one_error_with_what_to_ask_for(shared):
-    logged_run(shared / "private run").chmod(0o0)
-    for name in (shared / "private run", shared):
+    private = logged_run(shared / "private run")
+    private.chmod(0o0)
+
+    # By its own name, and by the folder that it is in.
+    for path in (private, shared):
         with as_somebody_else(), pytest.raises(UserError) as caught:
-            find_runs([str(name)])
+            find_runs([str(path)])
         text = caught.value.text()
-        assert f"next: ask its owner for: chmod -R g+rX '{shared}/private run'" in text
+        assert f"next: ask its owner for: chmod -R g+rX '{private}'" in text
 
 
 def test_a_shared_run_is_shown_without_its_private_job_folder(shared):
     """As `chmod -R g+rX` leaves it, or a folder that was made with 2750 before the run."""
     folder = logged_run(shared / "run")
-    (folder / "slurm").mkdir()
-    (folder / "slurm/.submission_file_1.sh").touch()
-    (folder / "slurm").chmod(0o0)
+    jobs = folder / "slurm"
+    jobs.mkdir()
+    (jobs / ".submission_file_1.sh").touch()
+    jobs.chmod(0o0)
     folder.chmod(0o755)
 
     # Imports all that is needed: the interpreter may be the owner's alone.
@@ -626,7 +710,8 @@ def test_a_shared_run_is_shown_without_its_private_job_folder(shared):
     with as_somebody_else():
         (found,) = find_runs([str(folder)])
         assert read_state(found, jobs_for([found])).state is RunState.STOPPED
-        assert [run.status for run in load_runs([str(folder)], uri=None)] == ["stopped"]
+        (run,) = load_runs([str(folder)], uri=None)
+        assert run.status == "stopped"
 
 
 # When a script was submitted, how attempts have ended since, and whether SLURM is asked.
@@ -643,7 +728,11 @@ before    | done open | yes
 after     | done      | yes
 """)
 def test_slurm_is_asked_only_for_runs_without_an_end(
-    submitted, endings, asks, squeue, tmp_path
+    submitted,
+    endings,
+    asks,
+    squeue,
+    tmp_path,
 ):
     folder = logged_run(tmp_path / "run")
     for ending in endings.split():
@@ -656,7 +745,9 @@ def test_slurm_is_asked_only_for_runs_without_an_end(
         script.touch()
         moment = 1.0 if submitted == "before" else time.time() + 99
         os.utime(script, (moment, moment))
-    load_runs([str(folder), str(logged_run(tmp_path / "local"))], uri=None)
+    # A second run, which was never submitted, must not be a reason to ask.
+    local = logged_run(tmp_path / "local")
+    load_runs([str(folder), str(local)], uri=None)
     assert Path(f"{squeue}.env").exists() == (asks == "yes")
 
 
@@ -672,4 +763,5 @@ def test_an_address_waits_for_a_controller_that_is_away(monkeypatch):
     monkeypatch.setattr(queue, "ask_slurm", ask)
     monkeypatch.setattr(queue, "PAUSE_SECONDS", 0)
     assert queue.reachable_address("n1.invalid") == "192.0.2.7"
+    # A name that resolves is used as it is.
     assert queue.reachable_address("localhost") == "localhost"

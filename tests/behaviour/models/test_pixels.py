@@ -40,12 +40,15 @@ def tiny_weights() -> dict[str, torch.Tensor]:
 def photographs(count: int = 20) -> list[Image.Image]:
     """Smooth images of many shapes, wide, high and small ones."""
     random = np.random.default_rng(0)
-    found = []
+    images = []
     for number in range(count):
-        coarse = Image.fromarray(random.integers(0, 256, (6, 5, 3), dtype=np.uint8))
-        sides = (40 + 5 * number, 41) if number % 3 else (48, 28 + 9 * number)
-        found.append(coarse.resize(sides, Image.Resampling.BICUBIC))
-    return found
+        pixels = random.integers(0, 256, (6, 5, 3), dtype=np.uint8)
+        sides = (48, 28 + 9 * number)
+        if number % 3:
+            sides = (40 + 5 * number, 41)
+        coarse = Image.fromarray(pixels)
+        images.append(coarse.resize(sides, Image.Resampling.BICUBIC))
+    return images
 
 
 PHOTOGRAPHS = photographs()
@@ -54,17 +57,19 @@ Transform = Callable[[Image.Image], torch.Tensor]
 
 def largest_difference(ours: Transform, theirs: Transform) -> float:
     """The largest mean difference of an image's pixels, of their deviation."""
-    found = []
+    differences = []
     for image in PHOTOGRAPHS:
-        own = ours(image)
+        pixels = ours(image)
         expected = theirs(image)
-        assert own.shape == expected.shape
-        found.append(float((own - expected).abs().mean() / expected.std()))
-    return max(found)
+        assert pixels.shape == expected.shape
+        difference = (pixels - expected).abs().mean() / expected.std()
+        differences.append(float(difference))
+    return max(differences)
 
 
 # ---- transformers --------------------------------------------------------------------------------
 
+# Each key of a processor that changes pixels, with the classes that read it in their own way.
 PROCESSORS = yaml.safe_load("""
 square: &square {height: 32, width: 32}
 larger: &larger {height: 36, width: 36}
@@ -120,15 +125,15 @@ BIT = PROCESSORS["bit"]
 
 
 def hugging_face(folder: Path, kind: str, processor: Values, **config) -> Path:
+    """A folder of transformers with random weights and this processor."""
     name = {"deit": "DeiT", "dinov2": "Dinov2", "vit": "ViT"}[kind]
     sizes = yaml.safe_load("""
     {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, image_size: 32, patch_size: 4}
     """)
     sizes |= config
     built = getattr(transformers, f"{name}Config")(**sizes, num_labels=3)
-    getattr(transformers, f"{name}ForImageClassification")(built).save_pretrained(
-        folder
-    )
+    model = getattr(transformers, f"{name}ForImageClassification")(built)
+    model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
 
@@ -140,13 +145,15 @@ def test_pixels_are_those_of_transformers(tmp_path, kind, processor):
     ours = vitscale.load_model(folder).preprocess
 
     def processed(image):
-        found = theirs(images=image, return_tensors="pt")["pixel_values"][0]
-        return found.float()
+        batch = theirs(images=image, return_tensors="pt")
+        # Levels that are neither scaled nor normalised are integers.
+        return batch["pixel_values"][0].float()
 
     assert largest_difference(ours, processed) < 0.01
 
 
 @pytest.mark.parametrize(("processor", "message"), PROCESSORS["refused"])
+# Other pixels without a word would cost accuracy that nobody could explain.
 def test_steps_that_no_setting_expresses_are_refused(tmp_path, processor, message):
     folder = hugging_face(tmp_path, "vit", processor)
     with refused(f"(?s)preprocessor_config.json: {message}.*not supported"):
@@ -155,6 +162,7 @@ def test_steps_that_no_setting_expresses_are_refused(tmp_path, processor, messag
 
 def test_a_folder_that_crops_below_its_positions_gives_transformers_logits(tmp_path):
     """As DINOv2's, 518 px of positions and 224 px of images."""
+    # Of weights as random as any, but the same ones each time.
     torch.manual_seed(0)
     folder = hugging_face(
         tmp_path,
@@ -169,22 +177,29 @@ def test_a_folder_that_crops_below_its_positions_gives_transformers_logits(tmp_p
     with torch.no_grad():
         expected = theirs(pixel_values=images).logits
         torch.testing.assert_close(ours.network(images), expected, atol=1e-5, rtol=1e-4)
+
+    # What a person asks for counts more than the folder.
     assert open_model(str(folder), image_size=48).preprocessing.image_size == 48
 
 
 def test_dinov2s_epsilon_is_its_own_where_the_folder_has_none(tmp_path):
     for kind, expected in (("dinov2", 1e-6), ("vit", 1e-12), ("deit", 1e-12)):
-        folder = hugging_face(tmp_path / kind, kind, BIT if kind == "dinov2" else VIT)
-        config = json.loads((folder / "config.json").read_text())
+        processor = BIT if kind == "dinov2" else VIT
+        folder = hugging_face(tmp_path / kind, kind, processor)
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
         del config["layer_norm_eps"]
-        (folder / "config.json").write_text(json.dumps(config))
-        arch = open_model(str(folder)).arch
+        path.write_text(json.dumps(config))
+
+        # transformers' own default is the second opinion.
         built = transformers.AutoConfig.from_pretrained(folder)
-        assert arch.layer_norm_eps == built.layer_norm_eps == expected
+        assert built.layer_norm_eps == expected
+        assert open_model(str(folder)).arch.layer_norm_eps == expected
 
 
 # ---- timm ----------------------------------------------------------------------------------------
 
+# Crops and squashes with whole and cut sides; without mean or std timm takes ImageNet's.
 CONFIGS = yaml.safe_load("""
 - &whole {input_size: [3, 32, 32], mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25],
     interpolation: bilinear, crop_pct: 0.9, crop_mode: center}
@@ -199,24 +214,34 @@ CONFIGS = yaml.safe_load("""
 
 def timm_folder(folder: Path, config: Values, *, is_old: bool) -> Path:
     """is_old: as timm 0.6 wrote it, without the group pretrained_cfg."""
-    own = {"pretrained_cfg": config}
+    content = {"pretrained_cfg": config}
     if is_old:
-        own = {**config, "labels": ["cat", "dog", "eel"]}
-    own |= {"architecture": TINY, "num_classes": 3, "model_args": SMALL}
+        content = {**config, "labels": ["cat", "dog", "eel"]}
+    content |= {
+        "architecture": TINY,
+        "num_classes": 3,
+        "model_args": SMALL,
+    }
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(own))
+    (folder / "config.json").write_text(json.dumps(content))
     save_file(tiny_weights(), folder / "model.safetensors")
     return folder
+
+
+SMALL_ARGUMENTS = {key: SMALL[key] for key in ("embed_dim", "depth", "num_heads")}
+# The same model as one of timm's, where it would be read as our own ViT.
+AS_TIMM = TimmSettings(
+    model=TINY,
+    image_size=SIDE,
+    arguments=SMALL_ARGUMENTS,
+)
 
 
 @every(config=CONFIGS, is_old="false, true")
 def test_pixels_are_those_of_timm(tmp_path, config, is_old):
     folder = timm_folder(tmp_path, config, is_old=is_old)
     theirs = create_transform(**resolve_data_config({}, pretrained_cfg=config))
-    for model in (
-        None,
-        TimmSettings(model=TINY, image_size=SIDE, arguments=SMALL_ARGUMENTS),
-    ):
+    for model in (None, AS_TIMM):
         opened = open_model(str(folder), model=model)
         assert largest_difference(Preprocess(opened.preprocessing), theirs) < 0.01
         is_stated = {"mean", "std"} <= config.keys()
@@ -224,9 +249,7 @@ def test_pixels_are_those_of_timm(tmp_path, config, is_old):
         assert opened.classes == (("cat", "dog", "eel") if is_old else None)
 
 
-SMALL_ARGUMENTS = {key: SMALL[key] for key in ("embed_dim", "depth", "num_heads")}
-
-
+# Of CLIP, of a model that is no ViT, and of three papers: each has its own crop and colours.
 @pytest.mark.parametrize(
     "name",
     [
@@ -239,12 +262,10 @@ SMALL_ARGUMENTS = {key: SMALL[key] for key in ("embed_dim", "depth", "num_heads"
 )
 def test_published_configurations_give_timms_pixels(name):
     config = get_pretrained_cfg(name)
-    theirs = create_transform(
-        **resolve_data_config({}, pretrained_cfg=config.to_dict())
-    )
-    how = timm_preprocessing(asdict(config), where=name)
-    ours = Preprocess(Preprocessing(image_size=config.input_size[-1], **how))
-    assert largest_difference(ours, theirs) < 0.01
+    values = resolve_data_config({}, pretrained_cfg=config.to_dict())
+    settings = timm_preprocessing(asdict(config), where=name)
+    ours = Preprocess(Preprocessing(image_size=config.input_size[-1], **settings))
+    assert largest_difference(ours, create_transform(**values)) < 0.01
 
 
 @rows("""
@@ -269,17 +290,20 @@ TRAINED = yaml.safe_load("""
 def trained_by_timm(path: Path, arguments: Values, **more):
     """A checkpoint of timm's train.py; returns the model."""
     torch.manual_seed(0)
-    built = dict(arguments["model_kwargs"])
     model = timm.create_model(
-        TINY, num_classes=3, global_pool=arguments["gp"] or "token", **built
+        TINY,
+        num_classes=3,
+        global_pool=arguments["gp"] or "token",
+        **arguments["model_kwargs"],
     )
     content = {
         "arch": TINY,
         "args": argparse.Namespace(**arguments),
         "epoch": 3,
+        "state_dict": model.state_dict(),
         **more,
     }
-    torch.save({**content, "state_dict": model.state_dict()}, path)
+    torch.save(content, path)
     return model.eval()
 
 
@@ -302,83 +326,88 @@ def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
     theirs = trained_by_timm(path, arguments)
     chosen = None
     if as_timm:
-        built = {
-            key: arguments["model_kwargs"][key] for key in arguments["model_kwargs"]
-        }
+        built = dict(arguments["model_kwargs"])
         del built["img_size"]
-        built |= {"global_pool": arguments["gp"]} if arguments["gp"] else {}
-        chosen = TimmSettings(model=TINY, image_size=SIDE, arguments=built)
+        if arguments["gp"]:
+            built["global_pool"] = arguments["gp"]
+        chosen = TimmSettings(
+            model=TINY,
+            image_size=SIDE,
+            arguments=built,
+        )
+
     ours = open_model(str(path), model=chosen)
     assert "assumed" not in ours.source
     images = torch.randn(2, 3, SIDE, SIDE)
     with torch.no_grad():
-        torch.testing.assert_close(
-            ours.network(images), theirs(images), atol=1e-5, rtol=1e-4
-        )
+        expected = theirs(images)
+        torch.testing.assert_close(ours.network(images), expected, atol=1e-5, rtol=1e-4)
+
+    # timm's train.py resolves its arguments so, and DeiT's has another name for the crop.
     arguments["crop_pct"] = arguments["crop_pct"] or arguments.get("eval_crop_ratio")
-    how = resolve_data_config(
-        dict(arguments), pretrained_cfg=get_pretrained_cfg(TINY).to_dict()
-    )
-    assert (
-        largest_difference(Preprocess(ours.preprocessing), create_transform(**how))
-        < 0.01
-    )
+    published = get_pretrained_cfg(TINY).to_dict()
+    values = resolve_data_config(dict(arguments), pretrained_cfg=published)
+    transform = create_transform(**values)
+    assert largest_difference(Preprocess(ours.preprocessing), transform) < 0.01
 
 
 @every(key="state_dict_ema, model_ema")
 def test_the_average_is_taken_as_for_runs(tmp_path, key):
     """`auto` takes it where there is one, as timm's create_model does."""
     path = tmp_path / "last.pth.tar"
+    # Other weights than those of trained_by_timm.
     torch.manual_seed(1)
     average = tiny_weights()
     wrapped = {f"module.{name}": value for name, value in average.items()}
     raw = trained_by_timm(path, TRAINED, **{key: wrapped}).state_dict()
     for weights, expected in (("auto", average), ("ema", average), ("model", raw)):
         opened = open_model(str(path), weights=weights)
-        assert torch.equal(
-            opened.network.state_dict()["cls_token"], expected["cls_token"]
-        )
-        assert (f"average of the weights ({key})" in opened.source) == (
-            weights != "model"
-        )
+        token = opened.network.state_dict()["cls_token"]
+        assert torch.equal(token, expected["cls_token"])
+        is_average = weights != "model"
+        assert (f"average of the weights ({key})" in opened.source) == is_average
+
+    # Whoever asks for the average gets no other weights, of a checkpoint or of a plain file.
     trained_by_timm(path, TRAINED)
-    with refused("contains no averaged weights"):
-        open_model(str(path), weights="ema")
-    save_file(raw, tmp_path / "raw.safetensors")
-    with refused("contains no averaged weights"):
-        open_model(str(tmp_path / "raw.safetensors"), weights="ema")
+    plain = tmp_path / "raw.safetensors"
+    save_file(raw, plain)
+    for file in (path, plain):
+        with refused("contains no averaged weights"):
+            open_model(str(file), weights="ema")
 
 
 @every(prefix="_orig_mod., module._orig_mod., _orig_mod.module., model._orig_mod.")
 @every(suffix=".pth, .safetensors")
 def test_names_of_compiled_models_are_read(tmp_path, prefix, suffix):
     plain = tiny_weights()
-    named = {f"{prefix}{name}": value for name, value in plain.items()}
-
     # Blocks that are compiled one by one have the prefix inside.
-    named = {
-        name.replace("blocks.0.", "blocks.0._orig_mod."): named[name] for name in named
-    }
+    named = {}
+    for name, value in plain.items():
+        name = name.replace("blocks.0.", "blocks.0._orig_mod.")
+        named[f"{prefix}{name}"] = value
+
     path = tmp_path / f"model{suffix}"
     if suffix == ".pth":
         torch.save({"state_dict": named}, path)
     else:
         save_file(named, path)
-    settings = TimmSettings(model=TINY, image_size=SIDE, arguments=SMALL_ARGUMENTS)
-    for chosen in (ViTSettings(num_heads=2), settings):
-        found = open_model(str(path), model=chosen).network.state_dict()
-        assert torch.equal(found["pos_embed"], plain["pos_embed"])
+    for chosen in (ViTSettings(num_heads=2), AS_TIMM):
+        weights = open_model(str(path), model=chosen).network.state_dict()
+        assert torch.equal(weights["pos_embed"], plain["pos_embed"])
 
 
 def test_a_list_beside_a_file_names_its_classes(tmp_path):
-    save_file(tiny_weights(), tmp_path / "model.safetensors")
-    path = str(tmp_path / "model.safetensors")
+    path = tmp_path / "model.safetensors"
+    save_file(tiny_weights(), path)
     chosen = ViTSettings(num_heads=2)
-    (tmp_path / "classes.json").write_text('["cat", "dog", "eel"]')
-    assert open_model(path, model=chosen).classes == ("cat", "dog", "eel")
-    (tmp_path / "classes.json").write_text('["cat", "dog"]')  # of another model
+    classes = tmp_path / "classes.json"
+    classes.write_text('["cat", "dog", "eel"]')
+    assert open_model(str(path), model=chosen).classes == ("cat", "dog", "eel")
+
+    # The names of another model would be wrong for every image.
+    classes.write_text('["cat", "dog"]')
     with refused("2 names of classes for the model's 3 outputs"):
-        open_model(path, model=chosen)
+        open_model(str(path), model=chosen)
 
 
 # ---- Google and our own --------------------------------------------------------------------------
@@ -386,6 +415,7 @@ def test_a_list_beside_a_file_names_its_classes(tmp_path):
 
 def test_googles_pixels_are_resized_without_antialiasing(tmp_path):
     """tf.image.resize: half-pixel centres, bilinear, whole images, no smoothing; [-1, 1]."""
+    # Without our own description it is a file as Google's.
     folder = export(small_model(), "npz", tmp_path / "exported")
     (folder / "vitscale.json").unlink()
     ours = open_model(str(folder / "model.npz"))
@@ -393,9 +423,13 @@ def test_googles_pixels_are_resized_without_antialiasing(tmp_path):
     side = ours.preprocessing.image_size
 
     def tensorflows(image):
-        pixels_13HW = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
+        pixels_HW3 = torch.from_numpy(np.array(image)).float()
+        pixels_13HW = pixels_HW3.permute(2, 0, 1)[None]
         resized = F.interpolate(
-            pixels_13HW, size=(side, side), mode="bilinear", align_corners=False
+            pixels_13HW,
+            size=(side, side),
+            mode="bilinear",
+            align_corners=False,
         )
         return resized[0] / 127.5 - 1
 

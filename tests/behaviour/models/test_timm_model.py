@@ -30,62 +30,78 @@ from vitscale.optim.optimizers import optimizer_groups
 from vitscale.optim.settings import OptimSettings
 from vitscale.training import session
 
+# A ViT, and three models whose outputs are maps: with LayerNorm, with GroupNorm, without attention.
 NAMES = ("test_vit", "test_convnext", "test_efficientnet_gn", "test_mambaout")
 SIZE = 64
 
 
 def built(name: str, *, seed: int = 0, num_classes: int = 5, **values) -> TimmModel:
-    settings = TimmSettings(
-        model=name, **{"image_size": SIZE, "head_std": 0.1, **values}
-    )
+    values = {
+        "image_size": SIZE,
+        "head_std": 0.1,
+        **values,
+    }
+    settings = TimmSettings(model=name, **values)
     return build_model(settings.resolved(num_classes=num_classes), seed=seed)
 
 
-def load(target: TimmModel, source: torch.nn.Module, **how: bool) -> None:
-    target.load_weights(source.state_dict(), where="x", **{"keep_head": True} | how)
+def load(target: TimmModel, source: torch.nn.Module, **options: bool) -> None:
+    options = {"keep_head": True, **options}
+    target.load_weights(source.state_dict(), where="x", **options)
 
 
-def plain(name: str, **options):
-    sized = (
-        {"img_size": SIZE}
-        if timm.get_pretrained_cfg_value(name, "fixed_input_size")
-        else {}
-    )
-    return timm.create_model(name, num_classes=5, **sized, **options)
+def plain(name: str):
+    """The model as timm makes it."""
+    # Models that take any size know no such argument.
+    sized = {}
+    if timm.get_pretrained_cfg_value(name, "fixed_input_size"):
+        sized = {"img_size": SIZE}
+    return timm.create_model(name, num_classes=5, **sized).eval()
 
 
 def images(size: int = SIZE) -> torch.Tensor:
-    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+    random = torch.Generator().manual_seed(1)
+    return torch.randn(2, 3, size, size, generator=random)
 
 
 @every(name=NAMES)
 @torch.no_grad()
 def test_outputs_and_costs_are_those_of_timm(name):
     model = built(name).eval()
-    own = plain(name).eval()
-    own.load_state_dict(model.state_dict())
-    assert torch.equal(model(images()), own(images()))
-    features = own.forward_head(own.forward_features(images()), pre_logits=True)
+    theirs = plain(name)
+    theirs.load_state_dict(model.state_dict())
+    assert torch.equal(model(images()), theirs(images()))
+
+    # The features are what timm's own head multiplies.
+    maps = theirs.forward_features(images())
+    features = theirs.forward_head(maps, pre_logits=True)
     assert torch.equal(model(images(), output="features"), features)
+
     arch = TimmSettings(model=name, image_size=SIZE).resolved(num_classes=5)
-    assert num_parameters(arch) == sum(each.numel() for each in own.parameters())
+    counted = sum(parameter.numel() for parameter in theirs.parameters())
+    assert num_parameters(arch) == counted
 
 
 def test_flops_of_a_transformer_are_those_of_the_formula():
+    # One is counted while a model runs, the other one follows from its sizes.
     theirs = TimmSettings(model="vit_base_patch16_224").resolved(num_classes=1000)
     ours = ViTSettings(preset="B/16").resolved(num_classes=1000)
-    assert train_flops_per_image(theirs) == pytest.approx(
-        costs.train_flops_per_image(ours), rel=1e-6
-    )
+    expected = costs.train_flops_per_image(ours)
+    assert train_flops_per_image(theirs) == pytest.approx(expected, rel=1e-6)
 
 
 @every(name=NAMES)
 def test_the_seed_gives_the_weights(name):
-    first, same, other = (built(name, seed=seed).state_dict() for seed in (1, 1, 2))
+    first = built(name, seed=1).state_dict()
+    same = built(name, seed=1).state_dict()
+    other = built(name, seed=2).state_dict()
     assert all(torch.equal(first[key], same[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
+
+    # The head starts at its bias, whatever timm's own start is.
     new = built(name, head_std=0.0, head_bias=-10.0).eval()
-    assert torch.equal(new(images()), torch.full((2, 5), -10.0))
+    expected = torch.full((2, 5), -10.0)
+    assert torch.equal(new(images()), expected)
 
 
 @every(name=NAMES)
@@ -96,7 +112,10 @@ def test_rates_and_decay_by_layer_are_those_of_timm(name):
     # A function of some models, absent from others.
     kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     theirs = param_groups_layer_decay(
-        model, weight_decay=0.05, no_weight_decay_list=kept, layer_decay=0.7
+        model,
+        weight_decay=0.05,
+        no_weight_decay_list=kept,
+        layer_decay=0.7,
     )
     ours = optimizer_groups(
         model.named_parameters(),
@@ -105,16 +124,19 @@ def test_rates_and_decay_by_layer_are_those_of_timm(name):
         layers_above=lambda parameter: layers_above(parameter, arch),
     )
 
+    # By parameter, since the two make groups in other ways.
     def chosen(groups):
-        return {
-            id(parameter): (group["lr_scale"], group["weight_decay"])
-            for group in groups
-            for parameter in group["params"]
-        }
+        values = {}
+        for group in groups:
+            for parameter in group["params"]:
+                values[id(parameter)] = (group["lr_scale"], group["weight_decay"])
+        return values
 
-    assert chosen(ours).keys() == chosen(theirs).keys()
-    for key, values in chosen(theirs).items():
-        assert chosen(ours)[key] == pytest.approx(values)
+    our_values = chosen(ours)
+    their_values = chosen(theirs)
+    assert our_values.keys() == their_values.keys()
+    for key, values in their_values.items():
+        assert our_values[key] == pytest.approx(values)
 
 
 @every(name="test_convnext, test_efficientnet_gn")
@@ -123,19 +145,22 @@ def test_images_have_channels_last_on_a_gpu_and_stay_so(name, monkeypatch):
     """One layer that made planes of them would undo it for all after it."""
     model = built(name).eval()
     layouts = []
+
+    def note(module, inputs, output) -> None:
+        layouts.append(output.is_contiguous(memory_format=torch.channels_last))
+
+    # Convolutions of 1 x 1 also run on pooled features, which have no layout to lose.
     for module in model.modules():
         if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
-            module.register_forward_hook(
-                lambda _, given, made: layouts.append(
-                    made.is_contiguous(memory_format=torch.channels_last)
-                )
-            )
+            module.register_forward_hook(note)
     expected = model(images())
     layouts.clear()
+
+    # As if on a GPU: nothing else of the model asks where it is.
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    found = model(images())
+    logits = model(images())
     monkeypatch.undo()
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(logits, expected)
     assert len(layouts) > 3
     assert all(layouts)
 
@@ -145,21 +170,26 @@ def test_weights_are_rounded_once_for_bf16(family):
     """A batch converts pixels, to fp32 and to bf16, and no weight."""
     loaded = small_model(family)
     pixels = images(loaded.arch.image_size).mul(40).add(128).byte()
+    in_fp32 = loaded.for_inference(WORLD, precision="auto", num_images=0)
+    expected = in_fp32.logits(pixels)
 
-    expected = loaded.for_inference(WORLD, precision="auto", num_images=0).logits(
-        pixels
-    )
     model = loaded.for_inference(WORLD, precision="bf16", num_images=0)
     with torch.profiler.profile(record_shapes=True) as profile:
-        found = model.logits(pixels)
+        logits = model.logits(pixels)
     converted = [
-        each.input_shapes[0]
-        for each in profile.events()
-        if each.name == "aten::_to_copy"
+        event.input_shapes[0]
+        for event in profile.events()
+        if event.name == "aten::_to_copy"
     ]
-    assert found.dtype == torch.float32
-    assert 0 < (found - expected).norm() < 0.1 * expected.norm()
-    weights = [list(each.shape) for each in model.network.parameters() if each.ndim > 1]
+
+    # It did run in bf16: other logits, but near.
+    assert logits.dtype == torch.float32
+    assert 0 < (logits - expected).norm() < 0.1 * expected.norm()
+    weights = [
+        list(parameter.shape)
+        for parameter in model.network.parameters()
+        if parameter.ndim > 1
+    ]
     assert converted[:2] == [list(pixels.shape)] * 2
     assert not [shape for shape in converted if shape in weights]
 
@@ -167,31 +197,42 @@ def test_weights_are_rounded_once_for_bf16(family):
 def test_batch_norms_stay_in_fp32():
     """bf16 would round a variance by 0.4 %."""
     model = built("test_resnet")
+    # The classifier, too: see InFp32.
     kept = {"fc"}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.running_var.uniform_(1, 2)  # it has one
             kept.add(name)
+
     before = {name: value.clone() for name, value in model.state_dict().items()}
     round_weights(model, torch.bfloat16)
     for name, value in model.state_dict().items():
-        is_kept = name.rpartition(".")[0] in kept
-        wanted = before[name] if is_kept else before[name].bfloat16()
-        assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
+        wanted = before[name]
+        if name.rpartition(".")[0] not in kept:
+            wanted = wanted.bfloat16()
+        assert value.dtype == wanted.dtype, name
+        assert torch.equal(value, wanted), name
 
 
 @torch.no_grad()
 def test_what_timm_saved_is_read(tmp_path):
     """The folder's arguments hold the number of classes, too; a file needs the model's name."""
-    theirs = plain("test_convnext").eval()
+    theirs = plain("test_convnext")
     save_for_hf(theirs, tmp_path)
-    asked = TimmSettings(name="timm", model="test_convnext", image_size=SIZE)
+    folder = open_model(str(tmp_path))
+    asked = TimmSettings(
+        name="timm",
+        model="test_convnext",
+        image_size=SIZE,
+    )
     file = open_model(str(tmp_path / "pytorch_model.bin"), model=asked)
-    for found, size in ((open_model(str(tmp_path)), 160), (file, SIZE)):
-        assert found.arch.name == "timm"
-        assert found.num_classes == 5
-        assert found.arch.image_size == size
-        assert torch.equal(found.network(images()), theirs(images()))
+
+    # The folder says for which size it was trained.
+    for opened, size in ((folder, 160), (file, SIZE)):
+        assert opened.arch.name == "timm"
+        assert opened.num_classes == 5
+        assert opened.arch.image_size == size
+        assert torch.equal(opened.network(images()), theirs(images()))
     assert "assumed mean=(0.5, 0.5, 0.5)" in file.source
 
 
@@ -199,27 +240,32 @@ def test_what_timm_saved_is_read(tmp_path):
 @torch.no_grad()
 def test_folders_are_read_by_timm_and_here(tmp_path, name):
     """Also at another image size, resampled as timm does."""
-    how = {"mean": (0.1, 0.2, 0.3)}
+    mean = (0.1, 0.2, 0.3)
     loaded = small_model(
-        "timm", model=name, image_size=SIZE, classes=tuple("vwxyz"), preprocessing=how
+        "timm",
+        model=name,
+        image_size=SIZE,
+        classes=tuple("vwxyz"),
+        preprocessing={"mean": mean},
     )
+
+    # Without the name timm's ViT is read into our own.
+    asked = TimmSettings(model=name)
     for to in ("timm", "safetensors"):
         folder = export(loaded, to, tmp_path / to)
+        opened = open_model(str(folder), model=asked)
+        assert opened.arch == loaded.arch
+        assert opened.classes == loaded.classes
+        assert opened.preprocessing.mean == mean
+        assert torch.equal(opened.network(images()), loaded.network(images()))
 
-        # Without the name timm's ViT is read into our own.
-        found = open_model(str(folder), model=TimmSettings(model=name))
-        assert found.arch == loaded.arch
-        assert found.classes == loaded.classes
-        assert found.preprocessing.mean == how["mean"]
-        assert torch.equal(found.network(images()), loaded.network(images()))
+    # A ConvNeXt takes any size as it is.
     options = {} if name == "test_convnext" else {"img_size": 96}
-    theirs = timm.create_model(
-        f"local-dir:{tmp_path / 'timm'}", pretrained=True, **options
-    ).eval()
-    larger = open_model(
-        str(tmp_path / "timm"), model=TimmSettings(model=name), image_size=96
-    )
-    torch.testing.assert_close(larger.network(images(96)), theirs(images(96)))
+    folder = tmp_path / "timm"
+    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True, **options)
+    larger = open_model(str(folder), model=asked, image_size=96)
+    expected = theirs.eval()(images(96))
+    torch.testing.assert_close(larger.network(images(96)), expected)
 
 
 def test_transfer_keeps_all_but_the_classifier(tmp_path):
@@ -227,9 +273,12 @@ def test_transfer_keeps_all_but_the_classifier(tmp_path):
     target = built("test_convnext", seed=2, num_classes=3)
     fresh = {name: value.clone() for name, value in target.state_dict().items()}
     load(target, source, keep_head=False)
+    given = source.state_dict()
     for name, value in target.state_dict().items():
-        expected = fresh if name.startswith("head.fc.") else source.state_dict()
+        expected = fresh if name.startswith("head.fc.") else given
         assert torch.equal(value, expected[name]), name
+
+    # Other classes, and another model.
     with refused(r"model \(3, 64\), checkpoint \(5, 64\)(?s:.*)keep_head=false"):
         load(target, source)
     with refused("tensors do not fit"):
@@ -245,17 +294,30 @@ def test_transfer_keeps_all_but_the_classifier(tmp_path):
 @every(name="test_vit, test_vit2, vit_tiny_patch16_224")
 def test_patches_of_another_size_are_resized_only_if_asked(tmp_path, name):
     """As of the family vit. timm's own reader resizes them unasked."""
-    source = timm.create_model(name, img_size=SIZE, num_classes=5, patch_size=16)
+    source = timm.create_model(
+        name,
+        img_size=SIZE,
+        num_classes=5,
+        patch_size=16,
+    )
     path = tmp_path / "model.safetensors"
     save_file(source.state_dict(), path)
-    target = built(name, arguments={"patch_size": 8})
+    smaller = {"patch_size": 8}
+    target = built(name, arguments=smaller)
+
+    # A resized patch embedding is an approximation, so nothing resizes it unasked.
     with refused(r"8, 8\), checkpoint .*16, 16\)(?s:.*)init_patch=resize"):
         load(target, source)
-    chosen = TimmSettings(model=name, image_size=SIZE, arguments={"patch_size": 8})
+    chosen = TimmSettings(
+        model=name,
+        image_size=SIZE,
+        arguments=smaller,
+    )
     with refused("tensors do not fit"):
         open_model(str(path), model=chosen)
+
     load(target, source, resize_patches=True)
-    theirs = timm.create_model(name, img_size=SIZE, num_classes=5, patch_size=8).eval()
+    theirs = timm.create_model(name, img_size=SIZE, num_classes=5, **smaller).eval()
     load_checkpoint(theirs, path, filter_fn=checkpoint_filter_fn)
     torch.testing.assert_close(target.eval()(images()), theirs(images()))
 
@@ -264,6 +326,8 @@ def test_patches_of_another_size_are_resized_only_if_asked(tmp_path, name):
     load(larger, source)
 
 
+# Names that timm does not know or would download, a size that its layers cannot divide, an argument
+# that its function does not have.
 @rows("""
 - [values, message]
 - [{model: vit_bse_patch16_224}, 'no model ''vit_bse_patch16_224''(?s:.*)vit_base_patch16']
@@ -279,6 +343,7 @@ def test_what_timm_does_not_have_is_refused(values, message):
 
 
 def test_a_published_encoder_may_name_no_classifier():
+    # None must not become a layer of that name.
     assert classifiers(PretrainedCfg(classifier=None)) == ()
 
 
@@ -289,14 +354,16 @@ def build_for_training(name: str, **arguments) -> torch.nn.Module:
     """)
     values["model"] |= {"model": name, "arguments": arguments}
     run = PretrainRun.model_validate(values)
-    return session.build_model(
-        run, run.make_objective(), run.model.resolved(num_classes=5)
-    )
+    arch = run.model.resolved(num_classes=5)
+    return session.build_model(run, run.make_objective(), arch)
 
 
 def test_statistics_of_batches_are_not_trained():
+    # Statistics of a rank's own micro-batch would differ between ranks.
     with refused("timm test_resnet has BatchNorm"):
         build_for_training("test_resnet")
+
+    # It may still be evaluated.
     assert built("test_resnet")(images()).shape == (2, 5)
 
 
@@ -306,4 +373,5 @@ def test_parameters_that_no_engine_or_checkpoint_holds_are_refused():
         build_for_training("coat_lite_tiny")
     with refused("has 12 parameters without a dimension .stages.0.0.skip"):
         build_for_training("dm_nfnet_f0")
+    # Neither refusal is of timm's models as such.
     build_for_training("test_vit")

@@ -25,16 +25,20 @@ from vitscale.models.weights.files import Weights
 from vitscale.models.weights.transfer import transfer_weights
 
 SMALL = ViTSettings(
-    image_size=16, patch_size=4, width=24, depth=1, num_heads=2, mlp_width=40
+    image_size=16,
+    patch_size=4,
+    width=24,
+    depth=1,
+    num_heads=2,
+    mlp_width=40,
 )
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(5))
 
 
 def shaken(*, num_classes: int = 5, **changes) -> ViT:
     """A model in evaluation mode whose weights, the head's too, are all random."""
-    model = build_model(
-        SMALL.model_copy(update=changes).resolved(num_classes=num_classes), seed=0
-    )
+    settings = SMALL.model_copy(update=changes)
+    model = build_model(settings.resolved(num_classes=num_classes), seed=0)
     random = torch.Generator().manual_seed(len(changes))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -42,17 +46,33 @@ def shaken(*, num_classes: int = 5, **changes) -> ViT:
     return model.eval()
 
 
-def transfer(target: ViT, source: ViT, *, computed=None, **options) -> list[str]:
-    found = Weights(
-        tensors=source.state_dict() | options.pop("more", {}),
-        grid=options.pop("source_grid", source.patch_embed.grid_size),
+def transfer(
+    target: ViT,
+    source: ViT,
+    *,
+    computed=None,
+    more=None,
+    source_grid=None,
+    **options,
+) -> list[str]:
+    """more: further tensors of the source. Returns the names that were left out."""
+    weights = Weights(
+        tensors=source.state_dict() | (more or {}),
+        grid=source_grid or source.patch_embed.grid_size,
         computed=computed or {},
         where="there",
     )
     grid = target.patch_embed.grid_size
-    return transfer_weights(target, found, grid=grid, convention="google", **options)
+    return transfer_weights(
+        target,
+        weights,
+        grid=grid,
+        convention="google",
+        **options,
+    )
 
 
+# The rows before those of patches: registers have none, and other tokens one each.
 @rows("""
 - [options, prefix]
 - [{num_registers: 2}, 0]
@@ -64,25 +84,32 @@ def test_tokens_carry_over_to_another_grid(options, prefix):
     source = shaken(**options)
     target = shaken(**options, image_size=24)
     assert transfer(target, source) == []
+    before = source.state_dict()
+    after = target.state_dict()
     for name in "cls_token reg_token dist_token norm.weight".split():
-        if name in source.state_dict():
-            assert torch.equal(target.state_dict()[name], source.state_dict()[name])
+        if name in before:
+            assert torch.equal(after[name], before[name])
     assert target.pos_embed.shape == (1, prefix + 36, 24)
-    assert torch.equal(target.pos_embed[:, :prefix], source.pos_embed[:, :prefix])
+    kept = target.pos_embed[:, :prefix]
+    assert torch.equal(kept, source.pos_embed[:, :prefix])
 
     # Align-corners resampling keeps the corners: no other token was taken for a patch.
     ours = target.pos_embed[0, prefix:]
     theirs = source.pos_embed[0, prefix:]
-    assert torch.allclose(ours[[0, 5, 30, 35]], theirs[[0, 3, 12, 15]])
+    corners = ours[[0, 5, 30, 35]]
+    assert torch.allclose(corners, theirs[[0, 3, 12, 15]])
 
 
 def test_heads_stay_fresh_unless_kept():
     source = shaken()
     target = shaken(depth=1)
     fresh = target.head.weight.clone()
+
+    # A new task usually has other classes, so its head is its own.
     transfer(target, source)
     assert torch.equal(target.head.weight, fresh)
     assert torch.equal(target.cls_token, source.cls_token)
+
     transfer(target, source, keep_head=True)
     assert torch.equal(target(IMAGES), source(IMAGES))
     with refused(r"head.weight: model \(3, 24\), checkpoint \(5, 24\)"):
@@ -90,10 +117,16 @@ def test_heads_stay_fresh_unless_kept():
 
 
 def test_what_only_training_or_another_pool_needs_is_left_out_and_named():
-    pooled = {"pool": "gap", "class_token": True, "pool_norm": True}
+    pooled = {
+        "pool": "gap",
+        "class_token": True,
+        "pool_norm": True,
+    }
     source = shaken()
     target = shaken(**pooled)
     fresh = target.fc_norm.weight.clone()
+
+    # A decoder of MAE, and what an objective of ours has trained beside the model.
     decoder = {
         "mask_token": torch.ones(8),
         "decoder_blocks.0.norm1.weight": torch.ones(8),
@@ -102,7 +135,11 @@ def test_what_only_training_or_another_pool_needs_is_left_out_and_named():
     left_out = transfer(target, source, more=decoder)
     objective = ["objective.bias", "objective.weight"]
     assert left_out == sorted([*decoder, "norm.bias", "norm.weight", *objective])
+
+    # The norm of means is another layer than that of tokens, though its shape is the same.
     assert torch.equal(target.fc_norm.weight, fresh)
+
+    # With the same pooling nothing is left out.
     again = shaken(**pooled, num_classes=3)
     assert transfer(again, target) == []
     assert torch.equal(again.fc_norm.weight, fresh)
@@ -112,21 +149,26 @@ def test_fixed_positions_are_computed_for_the_new_grid():
     source = shaken(positions="sincos2d")
     target = shaken(positions="sincos2d", image_size=24)
     transfer(target, source)
-    assert torch.equal(target.pos_embed[0], sincos_position_embedding((6, 6), width=24))
+    expected = sincos_position_embedding((6, 6), width=24)
+    assert torch.equal(target.pos_embed[0], expected)
+
+    def computed(settings: ViTSettings) -> dict[str, torch.Tensor]:
+        description = settings.resolved(num_classes=5).description()
+        return fixed_positions(description, grid=(4, 4))
+
+    assert computed(SMALL) == {}  # learned ones
+
+    # They become learned ones, whose class token has had no position so far.
     source = shaken(positions="sincos2d_mae")
-    arch = SMALL.model_copy(update={"positions": "sincos2d_mae"}).resolved(
-        num_classes=5
-    )
-    positions = fixed_positions(arch.description(), grid=(4, 4))
-    assert (
-        fixed_positions(SMALL.resolved(num_classes=5).description(), grid=(4, 4)) == {}
-    )
-    for size in (24, 16):  # become learned ones
+    positions = computed(SMALL.model_copy(update={"positions": "sincos2d_mae"}))
+    for size in (24, 16):
         target = shaken(image_size=size)
         transfer(target, source, computed=positions)
         assert not target.pos_embed[:, 0].any()
-    features = target.forward_features(IMAGES), source.forward_features(IMAGES)
-    torch.testing.assert_close(*features)
+
+    # On the same grid nothing has changed.
+    tokens = target.forward_features(IMAGES)
+    torch.testing.assert_close(tokens, source.forward_features(IMAGES))
 
 
 @every(with_position="true, false")
@@ -137,6 +179,8 @@ def test_adding_or_removing_the_class_position_keeps_features(with_position):
     transfer(target, source)
     features = target.forward_features(IMAGES)
     assert torch.allclose(features, source.forward_features(IMAGES), atol=1e-5)
+
+    # The two models were different before, so that the transfer has done something.
     assert not torch.allclose(features, before, atol=1e-2)
 
 
@@ -144,28 +188,39 @@ def test_a_model_sees_upsized_patches_as_their_originals():
     source = shaken()
     target = shaken(patch_size=8, image_size=32)
     transfer(target, source, keep_head=True, resize_patches=True)
-    patches = IMAGES.unfold(2, 4, 4).unfold(3, 4, 4).reshape(2, 48, 4, 4)
-    upsized = F.interpolate(patches, size=(8, 8), mode="bilinear").reshape(
-        2, 3, 4, 4, 8, 8
-    )
-    upsized = upsized.permute(0, 1, 2, 4, 3, 5).reshape(2, 3, 32, 32)
-    assert torch.allclose(target(upsized), source(IMAGES), atol=1e-4)
+
+    # Each patch of 4 x 4 pixels becomes one of 8 x 8, alone: no pixel of its neighbours.
+    patches = IMAGES.unfold(2, 4, 4).unfold(3, 4, 4)
+    patches = patches.reshape(2, 48, 4, 4)
+    upsized = F.interpolate(patches, size=(8, 8), mode="bilinear")
+    upsized = upsized.reshape(2, 3, 4, 4, 8, 8)
+    upsized = upsized.permute(0, 1, 2, 4, 3, 5)
+    images = upsized.reshape(2, 3, 32, 32)
+    assert torch.allclose(target(images), source(IMAGES), atol=1e-4)
 
 
 def test_patches_are_resized_as_flexivit_does():
     """The least-squares solution for all patches, which are resized without smoothing."""
+
+    def kernels(model: ViT) -> torch.Tensor:
+        """[pixels, channels * width]: what a patch embedding does to each pixel of a patch."""
+        kernel_DCP = model.patch_embed.proj.weight.flatten(2)
+        return kernel_DCP.permute(2, 0, 1).flatten(1)
+
     for old, new in ((4, 8), (8, 4), (4, 6)):
         source = shaken(patch_size=old, image_size=48)
         target = shaken(patch_size=new, image_size=48)
         transfer(target, source, resize_patches=True)
+
+        # Row i is the resized patch whose pixel i alone is 1.
         units = torch.eye(old**2).view(-1, 1, old, old)
-        resize = F.interpolate(units, size=(new, new), mode="bilinear").flatten(1)
-        kernels = source.patch_embed.proj.weight.flatten(2).permute(2, 0, 1).flatten(1)
-        wanted = torch.linalg.lstsq(resize, kernels, driver="gelsd").solution
-        found = target.patch_embed.proj.weight.flatten(2).permute(2, 0, 1).flatten(1)
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+        resized = F.interpolate(units, size=(new, new), mode="bilinear")
+        resize = resized.flatten(1)
+        wanted = torch.linalg.lstsq(resize, kernels(source), driver="gelsd").solution
+        torch.testing.assert_close(kernels(target), wanted, atol=1e-5, rtol=1e-4)
 
 
+# What only the weights have, what only the model has, and what both have in other shapes.
 @rows(r"""
 - [source, target, row]
 - [{num_registers: 2}, {class_position: false}, 'reg_token: model lacks it']
@@ -181,16 +236,18 @@ def test_another_kind_of_model_is_refused_by_name(source, target, row):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with refused(f"checkpoint of another model(?s:.*){row}") as caught:
         transfer(model, shaken(**source))
-    assert "keys of `model`" in str(caught.value)
-    assert ("init_patch" in str(caught.value)) == ("patch_size" in target)
-    assert all(
-        torch.equal(before[name], value) for name, value in model.state_dict().items()
-    )
+    text = str(caught.value)
+    assert "keys of `model`" in text
+    # Advice that would not help is not given.
+    assert ("init_patch" in text) == ("patch_size" in target)
+    for name, value in model.state_dict().items():
+        assert torch.equal(before[name], value)
 
 
 def test_a_wrong_grid_is_refused():
     for options in ({}, {"num_registers": 2}):
         model = shaken(**options)
+        # 12 patches: neither 16 rows nor 17 are theirs.
         with refused("does not hold"):
             transfer(model, model, source_grid=(3, 4))
 
@@ -204,18 +261,22 @@ def embedding(rows: int, columns: int, *, prefix: int) -> torch.Tensor:
 
 
 def scipy_zoom(grid_RCD: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """As Google's code: linear, corners on corners."""
     rows, columns, _ = grid_RCD.shape
     factors = (size[0] / rows, size[1] / columns, 1)
-    return torch.from_numpy(zoom(grid_RCD.double().numpy(), factors, order=1)).float()
+    zoomed = zoom(grid_RCD.double().numpy(), factors, order=1)
+    return torch.from_numpy(zoomed).float()
 
 
 def timm_resample(grid_RCD: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     rows, columns, _ = grid_RCD.shape
-    pos_1LD = grid_RCD.flatten(0, 1)[None]
-    found = resample_abs_pos_embed(
-        pos_1LD, new_size=list(size), old_size=[rows, columns], num_prefix_tokens=0
+    resampled = resample_abs_pos_embed(
+        grid_RCD.flatten(0, 1)[None],
+        new_size=list(size),
+        old_size=[rows, columns],
+        num_prefix_tokens=0,
     )
-    return found.reshape(*size, -1)
+    return resampled.reshape(*size, -1)
 
 
 def cubic(
@@ -231,22 +292,22 @@ def cubic(
         for out in range(num_out):
             centre = (out + 0.5) * num_in / (num_out + offset) - 0.5
             first = math.floor(centre)
-            for each in range(first - 1, first + 3):
-                far = abs(centre - each)
+            # Four neighbours, by Keys 1981; beyond the border its last pixel stands for them.
+            for pixel in range(first - 1, first + 3):
+                far = abs(centre - pixel)
                 if far <= 1:
                     weight = 1.25 * far**3 - 2.25 * far**2 + 1
                 else:
                     weight = -0.75 * (far**3 - 5 * far**2 + 8 * far - 4)
-                matrix[out, min(max(each, 0), num_in - 1)] += weight
+                matrix[out, min(max(pixel, 0), num_in - 1)] += weight
         return matrix
 
     rows, columns, _ = grid_RCD.shape
     along_rows = weights(rows, size[0])
     along_columns = weights(columns, size[1])
     grid = grid_RCD.double().numpy()
-    return torch.from_numpy(
-        np.einsum("ir,jc,rcd->ijd", along_rows, along_columns, grid)
-    ).float()
+    resampled = np.einsum("ir,jc,rcd->ijd", along_rows, along_columns, grid)
+    return torch.from_numpy(resampled).float()
 
 
 REFERENCES = {
@@ -262,7 +323,7 @@ def test_conventions_equal_independent_references(convention, prefix):
     """14 x 14 to the grids of 112 x 448 (as many tokens) and 384 x 512 px, a smaller one, and from
     no square."""
     for grids in ("14x14 7x28", "14x14 24x32", "14x14 9x9", "4x5 3x9"):
-        source, target = (tuple(map(int, each.split("x"))) for each in grids.split())
+        source, target = (tuple(map(int, text.split("x"))) for text in grids.split())
         pos_LD = embedding(*source, prefix=prefix)
         resized_LD = resize_position_embedding(
             pos_LD,
@@ -271,13 +332,16 @@ def test_conventions_equal_independent_references(convention, prefix):
             num_prefix_tokens=prefix,
             convention=convention,
         )
+
+        # Tokens without a place on the grid stay, bit by bit.
         assert torch.equal(resized_LD[:prefix], pos_LD[:prefix])
         assert resized_LD.dtype == torch.float32
         expected = REFERENCES[convention](pos_LD[prefix:].reshape(*source, -1), target)
-        found = resized_LD[prefix:].reshape(*target, -1)
-        assert torch.allclose(found, expected, atol=1e-5), (source, target)
+        resized = resized_LD[prefix:].reshape(*target, -1)
+        assert torch.allclose(resized, expected, atol=1e-5), (source, target)
 
 
+# Square, with more columns than rows, and as large as DINOv2's.
 @rows("""
 - [grid]
 - [[4, 4]]
@@ -291,16 +355,12 @@ def test_fixed_positions_equal_a_slow_table(grid):
         (mae_position_embedding, 6),
     ):
         omega = [10_000.0 ** -(band / steps) for band in range(6)]
-        slow = [
-            [
-                wave(place * o)
-                for place in (x, y)
-                for wave in (math.sin, math.cos)
-                for o in omega
-            ]
-            for y in range(grid[0])
-            for x in range(grid[1])
-        ]
+
+        def waves(place: int, omega: list[float] = omega) -> list[float]:
+            angles = [place * o for o in omega]
+            return [*map(math.sin, angles), *map(math.cos, angles)]
+
+        slow = [waves(x) + waves(y) for y in range(grid[0]) for x in range(grid[1])]
         table = function(grid, width=24)
         assert table.dtype == torch.float32
         assert np.allclose(table.numpy(), np.array(slow), atol=1e-6)

@@ -17,7 +17,12 @@ from vitscale.models.settings import TimmSettings, ViTSettings
 from vitscale.models.vit import build_model, compile_blocks, decayed, layers_above
 
 SMALL = ViTSettings(
-    image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40
+    image_size=16,
+    patch_size=4,
+    width=24,
+    depth=2,
+    num_heads=2,
+    mlp_width=40,
 )
 PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -34,15 +39,13 @@ def shaken(**changes):
     """A model in double precision in which no weight is zero and the eps of the norms matters."""
     model = small(**changes).double().eval()
     random = torch.Generator().manual_seed(0)
+    first = "patch_embed cls_token pos_embed reg_token".split()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.add_(
-                torch.randn(parameter.shape, generator=random).double() * 0.05
-            )
-            if (
-                name.split(".")[0]
-                in "patch_embed cls_token pos_embed reg_token".split()
-            ):
+            noise = torch.randn(parameter.shape, generator=random).double()
+            parameter.add_(noise * 0.05)
+            # Small inputs of the first norm, beside which its eps is not small.
+            if name.split(".")[0] in first:
                 parameter.mul_(0.02)
     return model
 
@@ -67,31 +70,40 @@ OPTIONS = yaml.safe_load("""
 def test_forward_and_count_equal_independent_references(options):
     model = shaken(**options)
     arch = arch_of(**options)
+    images = PIXELS.double()
     weights = {**dict(model.named_parameters()), "pos_embed": model.pos_embed}
-    facts = {"gelu": arch.gelu, "eps": arch.layer_norm_eps, "pool": arch.pool}
-    logits = model(PIXELS.double())
-    expected = vit_logits(weights, PIXELS.double(), **facts)
+    facts = {
+        "gelu": arch.gelu,
+        "eps": arch.layer_norm_eps,
+        "pool": arch.pool,
+    }
+    logits = model(images)
+    expected = vit_logits(weights, images, **facts)
     assert torch.allclose(logits, expected, atol=1e-10)
 
     # The patch embedding as a product is the convolution.
     embedding = model.patch_embed.proj
-    images = PIXELS.double()[:, :, :12]
-    assert torch.allclose(embedding.product(images), embedding(images), atol=1e-12)
+    part = images[:, :, :12]
+    assert torch.allclose(embedding.product(part), embedding(part), atol=1e-12)
 
     # The comparison is sensitive: another GELU or another eps fails.
-    for wrong in ({"gelu": "erf" if arch.gelu == "tanh" else "tanh"}, {"eps": 3e-6}):
-        other = vit_logits(weights, PIXELS.double(), **(facts | wrong))
+    other_gelu = "erf" if arch.gelu == "tanh" else "tanh"
+    for wrong in ({"gelu": other_gelu}, {"eps": 3e-6}):
+        other = vit_logits(weights, images, **(facts | wrong))
         assert not torch.allclose(logits, other, atol=1e-7)
+
+    # Plans and estimates count without a model.
     assert sum(p.numel() for p in model.parameters()) == num_parameters(arch)
     assert model.patch_embed.num_patches + model.num_prefix_tokens == arch.num_tokens
 
     # Norms, biases and tokens are not decayed.
     kept = [name for name, p in model.named_parameters() if decayed(name, p)]
     assert {"patch_embed.proj.weight"} < set(kept)
-    assert all(n.endswith("weight") for n in kept)
+    assert all(name.endswith("weight") for name in kept)
     assert not any("norm" in name or "token" in name for name in kept)
 
 
+# Products that the ratio cannot hold exactly, and one that it can.
 @rows("""
 - [width, mlp_width]
 - [88, 120]
@@ -101,7 +113,11 @@ def test_forward_and_count_equal_independent_references(options):
 def test_mlps_have_the_width_that_is_asked_for(width, mlp_width):
     """timm rounds the product of width and ratio down."""
     for mlp in ("gelu", "swiglu"):
-        model = small(width=width, mlp_width=mlp_width, mlp=mlp)
+        model = small(
+            width=width,
+            mlp_width=mlp_width,
+            mlp=mlp,
+        )
         assert model.blocks[0].mlp.fc2.in_features == mlp_width
 
 
@@ -122,34 +138,54 @@ def test_options_do_not_change_the_other_weights_of_a_seed(options):
     plain = small(**alike).state_dict()
     changed = small(**options).state_dict()
     different = [name for name in plain if not torch.equal(plain[name], changed[name])]
-    assert different == (["head.weight"] if "head_std" in options else [])
+
+    # Runs that compare an option start from the same weights, but for what the option is of.
+    expected = ["head.weight"] if "head_std" in options else []
+    assert different == expected
 
 
 def test_fixed_positions_are_neither_trained_nor_saved():
     model = small(positions="sincos2d", dropout=0.5)
     assert "pos_embed" not in model.state_dict() | dict(model.named_parameters())
-    assert torch.equal(model.pos_embed[0], sincos_position_embedding((4, 4), width=24))
-    zeros = (model._pos_embed(torch.ones(1, 16, 24)) == 0).float().mean()
+    expected = sincos_position_embedding((4, 4), width=24)
+    assert torch.equal(model.pos_embed[0], expected)
+    with_positions = model._pos_embed(torch.ones(1, 16, 24))
+    zeros = (with_positions == 0).float().mean()
     assert zeros > 0.3  # dropout follows fixed positions too
 
 
 def test_flax_initialisation():
     """models_vit.py; the layer that names no initialisation there has Flax's default."""
-    model = small(width=96, num_heads=4, representation_layer=True, num_registers=3)
+    model = small(
+        width=96,
+        num_heads=4,
+        representation_layer=True,
+        num_registers=3,
+    )
+
+    # Xavier uniform of each of q, k and v, not of the three as one matrix.
     bound = math.sqrt(6 / (96 + 96))
     for part in model.blocks[0].attn.qkv.weight.chunk(3):
         assert 0.98 * bound < part.abs().max().item() <= bound
+
+    # LeCun normal, cut at two deviations, which makes the deviation 0.8796 of the normal's.
     std = 1 / math.sqrt(96)
-    assert model.head[0].weight.std().item() == pytest.approx(std, rel=0.03)
-    assert model.head[0].weight.abs().max().item() == pytest.approx(
-        2 * std / 0.8796, rel=0.01
-    )
+    layer = model.head[0].weight
+    assert layer.std().item() == pytest.approx(std, rel=0.03)
+    cut = 2 * std / 0.8796
+    assert layer.abs().max().item() == pytest.approx(cut, rel=0.01)
 
     # Registers start near zero, and not alike: equal ones would stay equal.
     registers = model.reg_token[0]
     assert 0 < registers.abs().max() < 1e-5
     assert not torch.equal(registers[0], registers[1])
-    large = {"image_size": 128, "width": 96, "num_heads": 4}
+
+    # Enough positions for their spread to be known to 2 %.
+    large = {
+        "image_size": 128,
+        "width": 96,
+        "num_heads": 4,
+    }
     for name, std in (("vit", 0.02), ("big_vision", 1 / math.sqrt(96))):
         spread = small(**large, position_init=name).pos_embed.std().item()
         assert spread == pytest.approx(std, rel=0.02)
@@ -165,9 +201,15 @@ def test_deit_initialisation():
         distillation_token=True,
     )
     weights = dict(model.named_parameters())
-    normal = "cls_token dist_token pos_embed blocks.1.attn.qkv.weight".split()
-    for name in (*normal, "blocks.0.mlp.fc1.weight", "head.weight", "head_dist.weight"):
-        assert weights[name].std().item() == pytest.approx(0.02, rel=0.2), name
+    names = """
+    cls_token dist_token pos_embed blocks.1.attn.qkv.weight blocks.0.mlp.fc1.weight
+    head.weight head_dist.weight
+    """
+    for name in names.split():
+        std = weights[name].std().item()
+        assert std == pytest.approx(0.02, rel=0.2), name
+
+    # Two heads that start alike and see the same labels would stay alike.
     assert not torch.equal(weights["head.weight"], weights["head_dist.weight"])
 
     # The fan-in of a patch of 4 x 4 pixels and 3 channels.
@@ -176,14 +218,20 @@ def test_deit_initialisation():
     assert 0.98 * bound < patches.abs().max().item() <= bound
     assert 0 < weights["patch_embed.proj.bias"].abs().max().item() <= bound
     biases = [
-        p for name, p in weights.items() if name.endswith(("fc1.bias", "qkv.bias"))
+        bias
+        for name, bias in weights.items()
+        if name.endswith(("fc1.bias", "qkv.bias"))
     ]
     assert biases
-    assert not any(p.any() for p in biases)
+    assert not any(bias.any() for bias in biases)
 
 
 def test_the_head_starts_at_its_bias():
-    assert torch.equal(small(head_bias=-10.0)(PIXELS), torch.full((2, 5), -10.0))
+    # As for a sigmoid loss over many classes: all are improbable at first, and weights are 0.
+    logits = small(head_bias=-10.0)(PIXELS)
+    assert torch.equal(logits, torch.full((2, 5), -10.0))
+
+    # With a layer before the head, the bias is the last one's.
     last = small(head_bias=-10.0, head_std=2e-2, representation_layer=True).head[-1]
     assert last.bias.tolist() == [-10.0] * 5
     assert last.weight.std().item() == pytest.approx(2e-2, rel=0.2)
@@ -195,17 +243,22 @@ def test_the_head_starts_at_its_bias():
 def test_dropout_is_after_dense_layers_but_qkv_and_drop_path_grows_or_is_constant():
     model = small(dropout=0.3)
     block = model.blocks[0]
-    assert (
-        block.attn.proj_drop.p
-        == block.mlp.drop1.p
-        == block.mlp.drop2.p
-        == model.pos_drop.p
-    )
-    assert model.pos_drop.p == 0.3
+    for dropout in (
+        block.attn.proj_drop,
+        block.mlp.drop1,
+        block.mlp.drop2,
+        model.pos_drop,
+    ):
+        assert dropout.p == 0.3
     assert block.attn.attn_drop.p == 0.0
 
-    def rates(**how):
-        blocks = small(drop_path=0.3, depth=4, **how).blocks
+    # A block without drop path has an identity there.
+    def rates(**options):
+        blocks = small(
+            drop_path=0.3,
+            depth=4,
+            **options,
+        ).blocks
         return [getattr(block.drop_path2, "drop_prob", 0.0) for block in blocks]
 
     assert rates() == pytest.approx([0, 0.1, 0.2, 0.3])
@@ -214,8 +267,10 @@ def test_dropout_is_after_dense_layers_but_qkv_and_drop_path_grows_or_is_constan
 
 @pytest.mark.slow
 def test_blocks_of_different_rates_are_compiled_once():
+    # Counts of earlier tests would be added to these.
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+
     model = small(depth=4, drop_path=0.3)
     names = set(model.state_dict())
     compile_blocks(model, backend="aot_eager")
@@ -226,11 +281,15 @@ def test_blocks_of_different_rates_are_compiled_once():
 
     # Without drop path in the first block, with it in the others.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+    # A rate that is a tensor drops as one that is a number: the mean stays as it is.
     ones = torch.ones(20_000, 1, 1)
     drop = SharedDropPath(0.3)
-    found = drop(ones)
-    assert set(found.unique().tolist()) == {0.0, torch.tensor(1 / 0.7).item()}
-    assert abs((found == 0).float().mean().item() - 0.3) < 0.02
+    dropped = drop(ones)
+    kept = torch.tensor(1 / 0.7).item()
+    assert set(dropped.unique().tolist()) == {0.0, kept}
+    share = (dropped == 0).float().mean().item()
+    assert abs(share - 0.3) < 0.02
     assert torch.equal(drop.eval()(ones), ones)
 
 
@@ -240,14 +299,19 @@ def test_blocks_of_different_rates_are_compiled_once():
 @torch.no_grad()
 def test_outputs_are_what_their_names_say():
     model = small(
-        depth=5, num_registers=1, representation_layer=True, head_std=0.1
+        depth=5,
+        num_registers=1,
+        representation_layer=True,
+        head_std=0.1,
     ).eval()
+    logits = model(PIXELS)
     features = model(PIXELS, output="features")
     assert torch.equal(features, model.forward_features(PIXELS)[:, 0])
-    assert torch.equal(model.head(features), model(PIXELS))
-    assert torch.equal(
-        model.head[2](model(PIXELS, output="representation")), model(PIXELS)
-    )
+    assert torch.equal(model.head(features), logits)
+    representation = model(PIXELS, output="representation")
+    assert torch.equal(model.head[2](representation), logits)
+
+    # A model lists what it has: two heads, or four blocks with a class token, are not in all.
     assert "heads" not in model.known_outputs
     assert "blocks" not in small(depth=3).known_outputs
     mean = small(pool="gap", depth=4).eval()
@@ -256,18 +320,18 @@ def test_outputs_are_what_their_names_say():
     assert torch.equal(mean(PIXELS, output="features"), tokens.mean(dim=1))
 
     def tokens_after(num_blocks):
-        cls, register = (
-            token.expand(2, 1, 24) for token in (model.cls_token, model.reg_token)
-        )
+        """The tokens as if the model had no more blocks, with the last norm."""
+        cls = model.cls_token.expand(2, 1, 24)
+        register = model.reg_token.expand(2, 1, 24)
         patches = model.patch_embed(PIXELS) + model.pos_embed
-        return model.norm(
-            model.blocks[:num_blocks](torch.cat([cls, register, patches], dim=1))
-        )
+        tokens = torch.cat([cls, register, patches], dim=1)
+        return model.norm(model.blocks[:num_blocks](tokens))
 
+    # DINOv2's linear evaluation: four class tokens and the mean patch; a register is no patch.
     expected = [tokens_after(number)[:, 0] for number in (5, 4, 3, 2)]
     expected.append(tokens_after(5)[:, 2:].mean(dim=1))
-    found = model(PIXELS, output="blocks")
-    assert torch.allclose(found, torch.cat(expected, dim=1), atol=1e-6)
+    blocks = model(PIXELS, output="blocks")
+    assert torch.allclose(blocks, torch.cat(expected, dim=1), atol=1e-6)
 
 
 def test_a_distilled_model_has_a_head_for_each_token():
@@ -276,10 +340,12 @@ def test_a_distilled_model_has_a_head_for_each_token():
     tokens = model.forward_features(PIXELS)
     assert torch.equal(heads[0], model.head(tokens[:, 0]))
     assert torch.equal(heads[1], model.head_dist(tokens[:, 1]))
-    assert torch.equal(model(PIXELS, output="features"), tokens[:, :2].mean(dim=1))
+    features = model(PIXELS, output="features")
+    assert torch.equal(features, tokens[:, :2].mean(dim=1))
 
     # Training without a teacher trains both heads, through the mean that is used at test.
-    torch.testing.assert_close(model(PIXELS), torch.stack(heads).mean(dim=0))
+    mean = torch.stack(heads).mean(dim=0)
+    torch.testing.assert_close(model(PIXELS), mean)
     model(PIXELS).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     arch = arch_of(distillation_token=True)
@@ -297,6 +363,8 @@ def test_resolved_settings_stay_as_they_are():
     assert arch.depth == 2
     assert arch.patch_size == 16
     assert arch.num_classes == 7
+
+    # A checkpoint's architecture is resolved again when it is read, and the user's is not changed.
     assert arch.resolved(num_classes=9) == arch
     assert settings.width is None
 
@@ -320,8 +388,11 @@ def model(request):
 
 def test_the_objective_takes_further_inputs(model):
     images = torch.zeros(1, 3, 32, 32)
+    # A typing error must not give the logits.
     with pytest.raises(AssertionError, match="feature"):
         model(images, output="feature")
+
+    # DeepSpeed wraps the model, so all that an objective computes goes through its forward.
     model.objective = Scaled()
     assert torch.equal(model(images + 1, output="objective", factor=2), images + 2)
 
@@ -334,22 +405,27 @@ def test_logits_are_in_fp32_in_a_model_in_bf16(model):
     for head in heads:
         torch.nn.init.normal_(head.weight, std=0.1)
         torch.nn.init.normal_(head.bias, mean=-10)
-        originals |= {n: p.detach().clone() for n, p in head.named_parameters()}
+        for name, parameter in head.named_parameters():
+            originals[name] = parameter.detach().clone()
+
     images = torch.zeros(1, 3, 32, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model(images).dtype == torch.float32
     rounded = model.bfloat16()(images.bfloat16())
     assert rounded.dtype == torch.float32
+
+    # The last head again, whose parameters `originals` now has. What rounding took from them:
     last = heads[-1]
     last.remainders = {
-        n: (originals[n] - p).detach() for n, p in last.named_parameters()
+        name: (originals[name] - parameter).detach()
+        for name, parameter in last.named_parameters()
     }
     features = torch.randn(4, *last.weight.shape[1:]).bfloat16()
-    wanted = (
-        features.float().flatten(1) @ originals["weight"].flatten(1).T
-        + originals["bias"]
-    )
+    kernel = originals["weight"].flatten(1)
+    wanted = features.float().flatten(1) @ kernel.T + originals["bias"]
     assert (last(features).flatten(1) - wanted).abs().max() < 1e-5
+
+    # Without it the logits are off by far more.
     last.remainders = {}
     assert (last(features).flatten(1) - wanted).abs().max() > 1e-3
 
@@ -369,6 +445,7 @@ def published(preset: str, num_classes: int = 1000, **settings) -> ViTSettings:
     return model.resolved(num_classes=num_classes)
 
 
+# timm's counts of these models, of ImageNet-1k.
 @rows("""
 - [preset, options, expected]
 - [B/16, {}, 86567656]
@@ -391,17 +468,19 @@ def test_sizes_have_the_published_number_of_parameters(preset, options, expected
 - [H/14, 167.4]
 """)
 def test_flops_match_published_multiply_adds(preset, gmacs):
-    assert costs.train_flops_per_image(published(preset)) / 6e9 == pytest.approx(
-        gmacs, rel=2e-3
-    )
+    # A training step has three times the forward pass, and a multiply-add is two operations.
+    flops = costs.train_flops_per_image(published(preset))
+    assert flops / 6e9 == pytest.approx(gmacs, rel=2e-3)
 
 
 def test_activations_match_34_bytes_per_token_channel_and_block():
+    # Korthikanti et al. 2022, table 2, without the term of a stored attention matrix.
     arch = published("L/16")
     kept = costs.activation_bytes_per_image(
         arch, precision="bf16", activation_checkpointing=False
     )
     assert kept == 34 * 197 * 1024 * 24
+
     less = costs.activation_bytes_per_image(
         arch, precision="bf16", activation_checkpointing=True
     )
@@ -423,15 +502,25 @@ def test_activations_match_34_bytes_per_token_channel_and_block():
 def test_zero_stages_shard_what_the_paper_says(precision, stage, bytes_per_parameter):
     arch = published("L/16")
     memory = costs.memory_estimate(
-        arch, costs=costs, zero_stage=stage, world_size=8, precision=precision, micro_batch=64,
-        activation_checkpointing=False, optimizer_bytes=8, bucket_elements=25_000_000,
-    )  # fmt: skip
-    states = memory.total - memory.activations
-    states -= 25_000_000 * (4 if stage == 0 or precision == "fp32" else 2)  # a bucket
-    states -= 2 * 50_000_000 if stage == 3 else 0  # what is gathered ahead
-    assert states == pytest.approx(
-        bytes_per_parameter * costs.num_parameters(arch), rel=4e-3
+        arch,
+        costs=costs,
+        zero_stage=stage,
+        world_size=8,
+        precision=precision,
+        micro_batch=64,
+        activation_checkpointing=False,
+        optimizer_bytes=8,
+        bucket_elements=25_000_000,
     )
+    states = memory.total - memory.activations
+
+    # What does not grow with the model is not what the paper counts.
+    bucket_bytes = 4 if stage == 0 or precision == "fp32" else 2
+    states -= 25_000_000 * bucket_bytes
+    if stage == 3:
+        states -= 2 * 50_000_000  # what is gathered ahead
+    expected = bytes_per_parameter * costs.num_parameters(arch)
+    assert states == pytest.approx(expected, rel=4e-3)
 
 
 # ---- the papers' equations -----------------------------------------------------------------------
@@ -455,34 +544,49 @@ def vit_logits(
             x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps
         )
 
+    # Equation 1: patches, and tokens and positions before or after them.
     kernel = w["patch_embed.proj.weight"]
     bias = w["patch_embed.proj.bias"]
-    x = F.conv2d(images, kernel, bias, stride=kernel.shape[-1]).flatten(2).mT
+    x = F.conv2d(images, kernel, bias, stride=kernel.shape[-1])
+    x = x.flatten(2).mT
     num = x.shape[1]
-    each = (len(x), -1, -1)
-    prefix = [w["cls_token"].expand(each)] if "cls_token" in w else []
+    shape = (len(x), -1, -1)
+    prefix = [w["cls_token"].expand(shape)] if "cls_token" in w else []
     if w["pos_embed"].shape[1] == num:
         x = torch.cat([*prefix, x + w["pos_embed"]], dim=1)
     else:
         x = torch.cat([*prefix, x], dim=1) + w["pos_embed"]
+
+    # Registers have no position: they come in between.
     if "reg_token" in w:
         first = x[:, : len(prefix)]
         rest = x[:, len(prefix) :]
-        x = torch.cat([first, w["reg_token"].expand(each), rest], dim=1)
-    for of in ("blocks.0", "blocks.1"):
-        qkv = dense(f"{of}.attn.qkv", norm(f"{of}.norm1", x)).chunk(3, dim=-1)
+        registers = w["reg_token"].expand(shape)
+        x = torch.cat([first, registers, rest], dim=1)
+
+    # Equations 2 and 3: attention and the MLP, each behind a norm and beside a shortcut.
+    for block in ("blocks.0", "blocks.1"):
+        qkv = dense(f"{block}.attn.qkv", norm(f"{block}.norm1", x)).chunk(3, dim=-1)
         q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in qkv)
-        shares = (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1)
-        x = x + dense(f"{of}.attn.proj", (shares @ v).transpose(1, 2).flatten(2))
-        hidden = dense(f"{of}.mlp.fc1", norm(f"{of}.norm2", x))
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        shares = scores.softmax(dim=-1)
+        mixed = (shares @ v).transpose(1, 2).flatten(2)
+        x = x + dense(f"{block}.attn.proj", mixed)
+        hidden = dense(f"{block}.mlp.fc1", norm(f"{block}.norm2", x))
         active = F.gelu(hidden, approximate="tanh" if gelu == "tanh" else "none")
-        x = x + dense(f"{of}.mlp.fc2", active)
-    x = norm("norm", x) if "norm.weight" in w else x
+        x = x + dense(f"{block}.mlp.fc2", active)
+
+    # Equation 4, and the heads of means, whose norm comes after the mean.
+    if "norm.weight" in w:
+        x = norm("norm", x)
+    features = x[:, 0]
     mean = x[:, -num:].mean(dim=1)
-    features = {"gap": mean, "cls_mean": torch.cat([x[:, 0], mean], dim=1)}.get(
-        pool, x[:, 0]
-    )
-    features = norm("fc_norm", features) if "fc_norm.weight" in w else features
+    if pool == "gap":
+        features = mean
+    elif pool == "cls_mean":
+        features = torch.cat([features, mean], dim=1)
+    if "fc_norm.weight" in w:
+        features = norm("fc_norm", features)
     if "head.0.weight" in w:
         return dense("head.2", dense("head.0", features).tanh())
     return dense("head", features)

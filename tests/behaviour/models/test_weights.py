@@ -49,13 +49,15 @@ def shaken(model: nn.Module):
 
 def check(ours: TrainedModel, expected: torch.Tensor, output: str = "logits") -> None:
     with torch.no_grad():
-        found = ours.network(IMAGES, output=output)
+        given = ours.network(IMAGES, output=output)
+    # Outputs that are nearly zero would be close to anything small.
     assert expected.std() > 0.1
-    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(given, expected, atol=1e-5)
     counted = sum(parameter.numel() for parameter in ours.network.parameters())
     assert num_parameters(ours.arch) == counted
 
 
+# Each kind, and the names of GELU that mean one of two functions.
 @rows("""
 - [kind, more]
 - [ViT, {hidden_act: gelu, intermediate_size: 48}]
@@ -68,22 +70,31 @@ def check(ours: TrainedModel, expected: torch.Tensor, output: str = "logits") ->
 - [Dinov2WithRegisters, {}]
 """)
 def test_hugging_face_classifiers_give_their_logits(tmp_path, kind, more):
-    config = getattr(transformers, f"{kind}Config")(**SMALL, id2label=NAMES, **more)
+    config = getattr(transformers, f"{kind}Config")(
+        **SMALL,
+        id2label=NAMES,
+        **more,
+    )
     theirs = shaken(getattr(transformers, f"{kind}ForImageClassification")(config))
     theirs.save_pretrained(tmp_path)
-    ours, smaller = (open_model(str(tmp_path), image_size=s) for s in (None, 14))
-    images = IMAGES[:, :, ::2, ::2]
+    ours = open_model(str(tmp_path))
+    smaller = open_model(str(tmp_path), image_size=14)
 
     # DINOv2 resamples its positions unasked.
     asked = {} if "Dinov2" in kind else {"interpolate_pos_encoding": True}
+    images = IMAGES[:, :, ::2, ::2]
     with torch.no_grad():
         check(ours, theirs(IMAGES).logits)
         expected = theirs(images, **asked).logits
         torch.testing.assert_close(smaller.network(images), expected)
+
     assert ours.classes == tuple(NAMES.values())
     assert ours.arch.image_size == SIZE
     assert ours.num_classes == 5
-    assert kind != "ViT" or "assumed mean=(0.5, 0.5, 0.5), std=" in ours.source
+
+    # The folder has no preprocessor_config.json, so pixels are assumed, and that is said.
+    if kind == "ViT":
+        assert "assumed mean=(0.5, 0.5, 0.5), std=" in ours.source
 
 
 TRUNKS = ("ViT", "ViTMAE", "DeiT", "Dinov2", "Dinov2WithRegisters")
@@ -94,26 +105,31 @@ def test_hugging_face_trunks_give_their_features(tmp_path, kind):
     """The class token; with a distillation token the mean of both, as timm and our exports."""
     config = getattr(transformers, f"{kind}Config")(**SMALL)
     theirs = shaken(getattr(transformers, f"{kind}Model")(config))
-    theirs.save_pretrained(tmp_path / "whole")
-    theirs.save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
-    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    whole = tmp_path / "whole"
+    sharded = tmp_path / "sharded"
+    theirs.save_pretrained(whole)
+    theirs.save_pretrained(sharded, max_shard_size="50KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+
+    # MAE shuffles the patches that it keeps, which the class token ignores.
     if kind == "ViTMAE":
-        theirs.config.mask_ratio = (
-            0.0  # it shuffles the patches, which the class token ignores
-        )
+        theirs.config.mask_ratio = 0.0
+    num_tokens = 2 if kind == "DeiT" else 1
     with torch.no_grad():
-        tokens = theirs(IMAGES).last_hidden_state[:, : 2 if kind == "DeiT" else 1]
+        tokens = theirs(IMAGES).last_hidden_state[:, :num_tokens]
         expected = tokens.mean(dim=1)
-    for name in ("whole", "sharded"):
-        check(open_model(str(tmp_path / name)), expected, "features")
+    for folder in (whole, sharded):
+        check(open_model(str(folder)), expected, "features")
 
     # An index may name files of its own folder only.
-    index = tmp_path / "sharded/model.safetensors.index.json"
+    index = sharded / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../whole/model.safetensors"}}))
     with refused("cannot be read|damaged"):
-        read_weights(tmp_path / "sharded")
+        read_weights(sharded)
 
 
+# Pooling, heads, tokens, layer scale, registers, SwiGLU and attention pooling, as timm's models of
+# the papers have them.
 @rows("""
 - [name, more]
 - [vit_tiny_patch16_224, {}]
@@ -133,8 +149,10 @@ def test_timms_folders_give_its_logits(tmp_path, name, more):
     # Not the default, which would be right without being read.
     theirs.pretrained_cfg["crop_pct"] = 0.93
     synsets = ["cat", *(f"n0144076{label}" for label in range(1, 5))]
-    config = {"label_names": synsets}
-    config |= {"label_descriptions": {"n01440764": "tench, Tinca tinca"}}
+    config = {
+        "label_names": synsets,
+        "label_descriptions": {"n01440764": "tench, Tinca tinca"},
+    }
     save_for_hf(theirs, tmp_path, model_config=config, model_args=TIMM | more)
     ours = open_model(str(tmp_path))
     with torch.no_grad():
@@ -166,9 +184,9 @@ def test_timms_folders_give_its_logits(tmp_path, name, more):
 def test_other_vits_of_timm_are_of_its_family(tmp_path, name, more):
     theirs = shaken(timm.create_model(name, **TIMM, **more))
     save_for_hf(theirs, tmp_path, model_args=TIMM | more)
-    found = open_model(str(tmp_path))
-    assert found.arch.name == "timm"
-    assert torch.allclose(found.network(IMAGES), theirs(IMAGES), atol=1e-5)
+    opened = open_model(str(tmp_path))
+    assert opened.arch.name == "timm"
+    assert torch.allclose(opened.network(IMAGES), theirs(IMAGES), atol=1e-5)
 
 
 @every(name="deit3_small_patch16_224, vit_small_patch14_reg4_dinov2")
@@ -177,12 +195,16 @@ def test_a_bare_file_needs_only_its_heads(tmp_path, name):
     theirs = shaken(timm.create_model(name, **TIMM))
     path = str(tmp_path / "bare.safetensors")
     weights = theirs.state_dict()
-    if name.startswith("deit3"):  # its authors' names
+
+    # DeiT-III's authors name layer scale in another way than timm.
+    if name.startswith("deit3"):
         scales = [name for name in weights if ".ls" in name]
         for scale in scales:
-            own = scale.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2")
-            weights[own] = weights.pop(scale)
+            name = scale.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2")
+            weights[name] = weights.pop(scale)
     save_file(weights, path)
+
+    # Shapes tell all sizes but the number of heads.
     with refused("set model.num_heads"):
         open_model(path)
     chosen = ViTSettings(num_heads=4)
@@ -203,7 +225,8 @@ def test_a_bare_file_needs_only_its_heads(tmp_path, name):
     assert larger.preprocessing.mean == (0.5,) * 3
     assert larger.preprocessing.image_size == 2 * SIZE
     assert larger.arch.grid == (8, 8)
-    assert larger.network(torch.zeros(2, 3, 2 * SIZE, 2 * SIZE)).shape == (2, 5)
+    images = torch.zeros(2, 3, 2 * SIZE, 2 * SIZE)
+    assert larger.network(images).shape == (2, 5)
     with refused("30 px is not a multiple of the 7 px patch"):
         open_model(path, model=chosen, image_size=30)
 
@@ -226,42 +249,56 @@ def npz(path: Path, content: Arrays, *, prefix: str = "") -> Path:
 
 
 @torch.no_grad()
-def opened(path: Path) -> torch.Tensor:
-    images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-    found = open_model(str(path)).network(images)
-    return found
+def logits_of(path: Path) -> torch.Tensor:
+    random = torch.Generator().manual_seed(1)
+    images = torch.randn(3, 3, 16, 16, generator=random)
+    return open_model(str(path)).network(images)
 
 
 def test_layouts_of_older_and_larger_files_are_read(tmp_path):
     """Blocks stacked by `scan=True`, a text tower, optimiser states, bf16 as NumPy has it."""
     content = big_vision(tmp_path)
-    expected = opened(npz(tmp_path / "plain.npz", content, prefix="params/"))
+    expected = logits_of(npz(tmp_path / "plain.npz", content, prefix="params/"))
+
+    # One array with all blocks for each of a block's, and the encoder of images below `img`.
     block = "Transformer/encoderblock_0/"
-    stacked = {n: v for n, v in content.items() if "encoderblock_" not in n}
-    for name in (n for n in content if n.startswith(block)):
-        each = [content[name.replace("_0/", f"_{number}/", 1)] for number in range(2)]
-        stacked[name.replace("_0/", "/", 1)] = np.stack(each)
-    text = {f"params/img/{name}": value for name, value in stacked.items()}
-    text["params/txt/head/kernel"] = np.ones((2, 2), np.float32)
-    assert torch.equal(opened(npz(tmp_path / "stacked.npz", text)), expected)
+    stacked = {
+        name: array for name, array in content.items() if "encoderblock_" not in name
+    }
+    for name in content:
+        if name.startswith(block):
+            second = content[name.replace("_0/", "_1/", 1)]
+            both = np.stack([content[name], second])
+            stacked[name.replace("_0/", "/", 1)] = both
+    both = {f"params/img/{name}": array for name, array in stacked.items()}
+    both["params/txt/head/kernel"] = np.ones((2, 2), np.float32)
+    assert torch.equal(logits_of(npz(tmp_path / "stacked.npz", both)), expected)
+
+    # States of an optimiser take most of such a file, and may be of any type: never read.
     old = npz(tmp_path / "old.npz", content, prefix="opt/target/")
-    with zipfile.ZipFile(old, "a") as archive:  # never read
+    with zipfile.ZipFile(old, "a") as archive:
         archive.writestr("opt/state/step.npy", b"whatever")
-    assert torch.equal(opened(old), expected)
-    rounded = {k: torch.from_numpy(v).bfloat16() for k, v in content.items()}
-    raw = {k: v.view(torch.int16).numpy().view("V2") for k, v in rounded.items()}
-    exact = {k: v.float().numpy() for k, v in rounded.items()}
-    found = opened(npz(tmp_path / "bf16.npz", raw))
-    assert torch.equal(found, opened(npz(tmp_path / "fp32.npz", exact)))
+    assert torch.equal(logits_of(old), expected)
+
+    # NumPy has no bf16: it stores two bytes of no type.
+    raw = {}
+    exact = {}
+    for name, array in content.items():
+        rounded = torch.from_numpy(array).bfloat16()
+        raw[name] = rounded.view(torch.int16).numpy().view("V2")
+        exact[name] = rounded.float().numpy()
+    given = logits_of(npz(tmp_path / "bf16.npz", raw))
+    assert torch.equal(given, logits_of(npz(tmp_path / "fp32.npz", exact)))
 
 
 def test_positions_form_a_square(tmp_path):
-    content = big_vision(tmp_path) | {
-        "pos_embedding": np.zeros((1, 19, 24), np.float32)
-    }
+    content = big_vision(tmp_path)
+    # 19 rows: neither a square nor one more.
+    content["pos_embedding"] = np.zeros((1, 19, 24), np.float32)
     path = npz(tmp_path / "wide.npz", content)
     with refused(r"form no square(?s:.*)config.json"):
         read_weights(path)
+
     del content["pos_embedding"]  # fixed ones are not stored
     assert open_model(str(npz(path, content))).arch.positions == "sincos2d"
 
@@ -272,14 +309,14 @@ def test_stored_weights_still_give_the_logits_of_their_libraries(kind):
     folder = FOLDER / "weights" / kind
     expected = json.loads((folder / "expected.json").read_text())
     path = folder / "model.npz"
-    numbers = torch.arange(2 * 3 * 8 * 8)
     loaded = open_model(str(path if path.exists() else folder))
-    images = ((numbers * numbers * 37 + numbers * 11) % 255 / 127 - 1).reshape(
-        2, 3, 8, 8
-    )
+
+    # Pixels by a formula, which no version of a library can change.
+    numbers = torch.arange(2 * 3 * 8 * 8)
+    images = (numbers * numbers * 37 + numbers * 11) % 255 / 127 - 1
     with torch.no_grad():
-        found = loaded.network(images).numpy()
-    assert np.abs(found - np.array(expected["logits"])).max() < 1e-5
+        logits = loaded.network(images.reshape(2, 3, 8, 8)).numpy()
+    assert np.abs(logits - np.array(expected["logits"])).max() < 1e-5
     assert np.std(expected["logits"]) > 0.1
     assert loaded.classes == (expected["classes"] and tuple(expected["classes"]))
     assert list(loaded.preprocessing.mean) == expected["mean"]
@@ -304,10 +341,15 @@ def under(prefix: str) -> dict[str, torch.Tensor]:
     return {f"{prefix}{name}": value for name, value in STATE.items()}
 
 
-OF_MAE = {"optimizer": {"state": {0: {"step": 1}}}, "epoch": 3, "args": ARGS}
 PARAMETERS = {name: torch.nn.Parameter(value) for name, value in STATE.items()}
+# Weights beside what a trainer needs to go on: `ARGS` has classes that only pickle can hold.
 CONTENTS = {
-    "mae": {"model": STATE, **OF_MAE},
+    "mae": {
+        "model": STATE,
+        "optimizer": {"state": {0: {"step": 1}}},
+        "epoch": 3,
+        "args": ARGS,
+    },
     "timm": {"state_dict": under("module.")},
     "dino": {"student": {}, "teacher": under("module.backbone."), "epoch": 1},
     "dinov2": {"teacher": under("backbone.") | HEADS_OF_DINO},
@@ -319,13 +361,16 @@ CONTENTS = {
 @every(kind="zip, old", trainer=CONTENTS)
 def test_files_of_trainers_load_as_their_weights(tmp_path, trainer, kind):
     path = tmp_path / "model.pth"
-    is_zip = kind == "zip"
-    torch.save(CONTENTS[trainer], path, _use_new_zipfile_serialization=is_zip)
-    found = read_weights(path)
-    assert found.grid == (3, 3)
-    assert found.tensors.keys() - {"mask_token"} == STATE.keys()
-    assert all(torch.equal(found.tensors[name], STATE[name].float()) for name in STATE)
-    assert all(value.dtype == torch.float32 for value in found.tensors.values())
+    torch.save(CONTENTS[trainer], path, _use_new_zipfile_serialization=kind == "zip")
+    weights = read_weights(path)
+    assert weights.grid == (3, 3)
+    tensors = weights.tensors
+    assert tensors.keys() - {"mask_token"} == STATE.keys()
+    for name, value in STATE.items():
+        assert torch.equal(tensors[name], value.float())
+
+    # Weights that a trainer keeps in fp16 are trained on in fp32.
+    assert all(value.dtype == torch.float32 for value in tensors.values())
 
 
 # DeiT's Ti, SigLIP's So400m, H and DINOv2's g; any other has heads of 64 channels.
@@ -340,8 +385,13 @@ def test_files_of_trainers_load_as_their_weights(tmp_path, trainer, kind):
 """)
 def test_heads_are_those_of_the_known_model(tmp_path, width, heads):
     path = tmp_path / "bare.safetensors"
-    sizes = {"width": width, "num_heads": heads, "depth": 1, "mlp_width": 8}
-    save_file(small_model(**sizes).network.state_dict(), path)
+    model = small_model(
+        width=width,
+        num_heads=heads,
+        depth=1,
+        mlp_width=8,
+    )
+    save_file(model.network.state_dict(), path)
     assert f"assumed num_heads={heads}, gelu=" in open_model(str(path)).source
 
 
@@ -365,52 +415,51 @@ def test_pickles_that_run_code_are_refused_unread(tmp_path, kind):
     sprung = tmp_path / "sprung"
     path = tmp_path / "trap.pth"
     if kind == "npz":
-        path = npz(
-            tmp_path / "trap.npz",
-            big_vision(tmp_path) | {"cls": np.array([Trap(sprung)], dtype=object)},
-        )
+        message = "Object arrays cannot be"
+        trap = np.array([Trap(sprung)], dtype=object)
+        path = npz(tmp_path / "trap.npz", big_vision(tmp_path) | {"cls": trap})
     else:
-        content = {
-            "model": STATE,
-            "extra": Trap(sprung, os.mkdir if kind == "os" else Path.touch),
-        }
+        message = "could run code, so nothing was loaded"
+        trap = Trap(sprung, os.mkdir if kind == "os" else Path.touch)
+        content = {"model": STATE, "extra": trap}
         torch.save(content, path, _use_new_zipfile_serialization=kind != "old")
-    message = (
-        "Object arrays cannot be"
-        if kind == "npz"
-        else "could run code, so nothing was loaded"
-    )
+
     with refused(message):
         read_weights(path)
     assert not sprung.exists()
+
+    # The trap is a real one: otherwise nothing would have been refused.
     if kind != "npz":
-        torch.load(path, weights_only=False)  # the trap is a real one
+        torch.load(path, weights_only=False)
         assert sprung.exists()
 
 
 def test_bad_files_are_refused_in_one_sentence(tmp_path):
     whole = npz(tmp_path / "whole.npz", big_vision(tmp_path)).read_bytes()
     torch.save(STATE, tmp_path / "whole.pth")
+    cut = (tmp_path / "whole.pth").read_bytes()[:-300]
     middle = len(whole) // 2
+    # zip's own checksum detects a byte that changed.
+    changed = bytearray(whole)
+    changed[middle] ^= 1
     bad = {
         "cut.npz": whole[:middle],
-        # zip's own checksum detects a byte that changed.
-        "changed.npz": whole[:middle]
-        + bytes([whole[middle] ^ 1])
-        + whole[middle + 1 :],
-        "cut.pth": (tmp_path / "whole.pth").read_bytes()[:-300],
-        **{
-            f"text{suffix}": b"<html>" * 9
-            for suffix in (".npz", ".safetensors", ".pth")
-        },
-        **{f"empty{suffix}": b"" for suffix in (".npz", ".safetensors", ".pth")},
+        "changed.npz": changed,
+        "cut.pth": cut,
     }
+    # A page of a server that asks for a password, and a download that did not begin.
+    for suffix in (".npz", ".safetensors", ".pth"):
+        bad[f"text{suffix}"] = b"<html>" * 9
+        bad[f"empty{suffix}"] = b""
+
     for name, content in bad.items():
         (tmp_path / name).write_bytes(content)
         with refused("is damaged or not a weights file") as caught:
             read_weights(tmp_path / name)
         assert name in str(caught.value)
         assert len(str(caught.value).splitlines()) <= 3
+
+    # Whole files with something else in them.
     for content, message in (
         ({"model": {"x": 1}}, "'x' is not a tensor"),
         ([torch.ones(1)], "contains no named tensors"),
@@ -418,9 +467,11 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path):
         torch.save(content, tmp_path / "odd.pth")
         with refused(message):
             read_weights(tmp_path / "odd.pth")
+
     with refused("cannot be read .No such file"):
         read_weights(tmp_path / "missing.npz")
-    npz(tmp_path / "other.npz", {"a": np.ones(2), "b": np.ones(2)})
+    other = {"a": np.ones(2), "b": np.ones(2)}
+    npz(tmp_path / "other.npz", other)
     with refused("its first names: a, b"):
         read_weights(tmp_path / "other.npz")
 
@@ -428,8 +479,9 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path):
 @pytest.fixture
 def weights(tmp_path) -> Path:
     model = timm.create_model(TINY, **TIMM | {"embed_dim": 192, "depth": 1})
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    return tmp_path / "model.safetensors"
+    path = tmp_path / "model.safetensors"
+    save_file(model.state_dict(), path)
+    return path
 
 
 @every(names="[cat], {cat: 0}")
@@ -442,19 +494,26 @@ def test_names_that_are_not_those_of_the_outputs_are_refused(weights, names):
 def test_what_is_no_model_is_one_error(tmp_path, weights):
     with refused(r"contains no model") as caught:
         open_model(str(tmp_path))
-    assert "set init to the file model.safetensors" in str(caught.value)
-    assert "config.json" in str(caught.value)
-    assert "checkpoints/" in str(caught.value)
+
+    # There are weights in it: without a description only their file can be meant.
+    text = str(caught.value)
+    assert "set init to the file model.safetensors" in text
+    assert "config.json" in text
+    assert "checkpoints/" in text
 
     # A folder, whatever its name.
-    (tmp_path / "run.npz/checkpoints").mkdir(parents=True)
+    folder = tmp_path / "run.npz"
+    (folder / "checkpoints").mkdir(parents=True)
     with refused("run.npz: "):
-        open_model(str(tmp_path / "run.npz"))
-    (tmp_path / "model.ckpt").write_text("")
+        open_model(str(folder))
+
+    path = tmp_path / "model.ckpt"
+    path.write_text("")
     with refused(r"'?.ckpt'? is not a type of weights file"):
-        open_model(str(tmp_path / "model.ckpt"))
+        open_model(str(path))
 
 
+# Models of other kinds, a description that would load a file of its own choice, and broken ones.
 @rows("""
 - [config, message]
 - [{model_type: swin}, describes a model of type 'swin']
@@ -466,9 +525,12 @@ def test_what_is_no_model_is_one_error(tmp_path, weights):
 - [{model_type: vit}, "incomplete or invalid .KeyError: 'num_attention_heads'"]
 """)
 def test_other_models_are_refused(weights, config, message):
-    (weights.parent / "config.json").write_text(json.dumps(config))
+    folder = weights.parent
+    (folder / "config.json").write_text(json.dumps(config))
     with refused(message):
-        open_model(str(weights.parent))
+        open_model(str(folder))
+
+    # A tensor that no ViT of ours has: the weights are of another model, whatever the shapes.
     name = "blocks.0.attn.q_norm.weight"
     save_file({**load_file(weights), name: torch.ones(9)}, weights)
     with refused(f"{name}: model lacks it(?s:.*)or model.name=timm"):

@@ -24,7 +24,11 @@ from vitscale.optim.settings import OPTIMIZERS, OptimSettings
     [*((name, "fp32") for name in OPTIMIZERS), ("adamw", "bf16")],
 )
 def test_table_lists_the_state_of_each_optimizer(name, momentum_dtype):
-    settings = OptimSettings(name=name, lr=0.1, momentum_dtype=momentum_dtype)
+    settings = OptimSettings(
+        name=name,
+        lr=0.1,
+        momentum_dtype=momentum_dtype,
+    )
     weight = torch.nn.Parameter(torch.ones(4, 3))
     group = {"params": [weight], "weight_decay": 0.0}
     optimizer = build_optimizer([group], settings=settings)
@@ -35,6 +39,8 @@ def test_table_lists_the_state_of_each_optimizer(name, momentum_dtype):
     state = dict(optimizer.state[weight])
     state.pop("step", None)
     assert tuple(state) == OPTIMIZERS[name].state_names
+
+    # Estimates of memory multiply this by the size of the model.
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     assert num_bytes / weight.numel() == settings.state_bytes_per_parameter
 
@@ -50,7 +56,8 @@ def test_lamb_takes_the_step_of_adam_where_a_norm_is_zero(gradient, value):
     optimizer = Lamb([{"params": [head], "weight_decay": 0.02}], lr=0.1)
     head.grad = torch.full((2, 4), gradient)
     optimizer.step()
-    torch.testing.assert_close(head.detach(), torch.full((2, 4), value))
+    expected = torch.full((2, 4), value)
+    torch.testing.assert_close(head.detach(), expected)
 
 
 def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps():
@@ -60,7 +67,10 @@ def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps():
     random = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.ones(5, 3))
     optimizer = Bf16MomentumAdamW(
-        [weight], lr=1e-2, betas=(beta1, beta2), weight_decay=0.1
+        [weight],
+        lr=1e-2,
+        betas=(beta1, beta2),
+        weight_decay=0.1,
     )
     slow = torch.ones(5, 3).double()
     mean = torch.zeros(5, 3)
@@ -82,15 +92,21 @@ def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps():
         mean = optimizer.state[weight]["exp_avg"].clone()
         assert mean.dtype == torch.bfloat16
         torch.testing.assert_close(mean.double(), exact, rtol=2**-8, atol=1e-6)
-    torch.testing.assert_close(weight.detach().double(), slow, rtol=1e-5, atol=1e-6)
+    weights = weight.detach().double()
+    torch.testing.assert_close(weights, slow, rtol=1e-5, atol=1e-6)
 
 
 @every(kind=MaskedOptimizer.__subclasses__())
 def test_found_inf_changes_nothing_and_grad_scale_divides(kind):
-    """As the guard asks for; the very first update may be a skipped one."""
     scaled = torch.nn.Parameter(torch.ones(5, 3))
     divided = torch.nn.Parameter(torch.ones(5, 3))
-    options = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1.0}
+
+    # With a large eps a gradient that was not divided would give another step.
+    options = {
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        "eps": 1.0,
+    }
     first = kind([scaled], **options)
     second = kind([divided], **options)
     first.grad_scale = torch.tensor(4.0)
@@ -112,6 +128,7 @@ def test_found_inf_changes_nothing_and_grad_scale_divides(kind):
         first.found_inf = torch.tensor(0.0)
         first.step()
         second.step()
+    # The two have taken steps at all.
     assert torch.equal(scaled, divided)
     assert not torch.equal(scaled, torch.ones(5, 3))
 
@@ -122,7 +139,11 @@ def test_a_model_of_several_chunks_is_updated_once(monkeypatch):
     random = torch.Generator().manual_seed(0)
     slow = torch.randn(5, 4, generator=random).double().unbind()
     fast = [value.clone() for value in slow]
-    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
+    options = {
+        "lr": 0.1,
+        "betas": (0.9, 0.99),
+        "eps": 1e-6,
+    }
 
     # Seven elements a chunk: borders fall between and within parameters.
     reference = torch.optim.Adam(slow, **options)

@@ -32,7 +32,12 @@ from vitscale.models.settings import ViTSettings
 from vitscale.objectives.objective import Objective, Supervised, SupervisedSettings
 from vitscale.training.session import build_model
 
-MAE = {"name": "mae", "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2}
+MAE = {
+    "name": "mae",
+    "decoder_width": 8,
+    "decoder_depth": 1,
+    "decoder_heads": 2,
+}
 MASKED = {"name": "masked_patch_prediction"}
 RUN = yaml.safe_load("""
 name: x
@@ -58,6 +63,7 @@ NEEDED = {
 
 
 def opened(section: Values, **changes):
+    """A run, its objective and its architecture."""
     run = PretrainRun.model_validate(RUN | {"objective": section, **changes})
     return run, run.make_objective(), run.model.resolved(num_classes=0)
 
@@ -76,6 +82,7 @@ def test_what_is_corrupted_depends_on_the_seed():
 
 
 @MASKING
+# Plans count without building a model.
 def test_parameters_are_those_of_the_module(section):
     run, objective, arch = opened(section)
     model = build_model(run, objective, arch)
@@ -87,18 +94,24 @@ def test_costs_are_those_of_the_parts():
     """The encoder of MAE sees 5 tokens, its decoder 17; the head of masked patches 8 of 16."""
     options = {"precision": "bf16", "activation_checkpointing": False}
     _, mae, arch = opened(MAE)
+
+    # Bytes of a block for each token: 18 per channel, 4 per hidden channel of the MLP.
     encoder = 5 * (18 * 16 + 4 * 24)
     decoder = 17 * (18 * 8 + 4 * 32)
     assert mae.activation_bytes_per_image(arch, **options) == encoder + decoder
 
+    # What the head adds: 16 channels to 512 classes of colours, forwards and twice backwards.
     _, masked, _ = opened(MASKED)
     flops = masked.train_flops_per_image(arch) - PLAIN.train_flops_per_image(arch)
     assert flops == 6 * 8 * 16 * 512
+
+    # Inputs and logits in bf16, and the loss's in fp32, twice.
     added = masked.activation_bytes_per_image(arch, **options)
     added -= PLAIN.activation_bytes_per_image(arch, **options)
     assert added == 8 * (2 * (16 + 512) + 8 * 512)
 
 
+# Parameters of the published checkpoints, and what a step costs beside one of the encoder alone.
 @rows("""
 - [preset, encoder, decoder, ratio]
 - [B/16, 85647360, 26008320, 0.557]
@@ -157,7 +170,12 @@ Corruption = dict[str, np.ndarray]
 def drawn(num_images: int, *, num_patches: int = NUM_PATCHES, **changes) -> Corruption:
     settings = MaskedPatchPredictionSettings(**changes)
     positions = np.arange(num_images)
-    return draw_corruption(positions, settings=settings, num_patches=num_patches, key=5)
+    return draw_corruption(
+        positions,
+        settings=settings,
+        num_patches=num_patches,
+        key=5,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +192,9 @@ def test_exactly_half_of_each_image_is_corrupted(many: Corruption):
     # No other patch changes, and no masked one is swapped too.
     masked = many["masked_BN"]
     swapped = many["sources_BN"] != np.arange(NUM_PATCHES)
-    assert not (masked & ~corrupted).any()
-    assert not (swapped & (masked | ~corrupted)).any()
+    is_other = ~corrupted
+    assert not (masked & is_other).any()
+    assert not (swapped & (masked | is_other)).any()
 
     # 5 sigma at 107,800 patches: 0.61 points for 80 %.
     total = NUM_IMAGES * NUM_CORRUPTED
@@ -205,10 +224,14 @@ def test_colors_equal_a_slow_reference():
 
     # A channel's mean is exactly at the border of two levels, or at its ends.
     patches[0, 0] = [255, 0, 51]
-    patches[0, 1, :, :, 0] = 255 * (np.arange(64).reshape(8, 8) % 8 < 3)
+    is_red = np.arange(64).reshape(8, 8) % 8 < 3
+    patches[0, 1, :, :, 0] = 255 * is_red
     classes = colors(torch.from_numpy(patches).flatten(2))
+
+    # Three bits a channel, of the mean: 512 classes, as in the ViT paper's appendix B.1.2.
     for image, patch in np.ndindex(2, 3):
-        means = patches[image, patch].astype(np.float64).mean(axis=(0, 1)) / 255
+        pixels = patches[image, patch].astype(np.float64) / 255
+        means = pixels.mean(axis=(0, 1))
         red, green, blue = np.minimum(np.floor(8 * means), 7)
         assert classes[image, patch] == 64 * red + 8 * green + blue
 
@@ -217,18 +240,22 @@ def test_patches_are_rows_with_channels_last():
     images = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
     patches = to_patches(images, patch_size=4)
     pixels = patches.unflatten(2, (4, 4, 3))
+
+    # Patches are numbered row by row.
     for number in range(9):
         top = 4 * (number // 3)
         left = 4 * (number % 3)
-        expected = images[:, :, top : top + 4, left : left + 4].permute(0, 2, 3, 1)
-        assert torch.equal(pixels[:, number], expected)
+        patch = images[:, :, top : top + 4, left : left + 4]
+        assert torch.equal(pixels[:, number], patch.permute(0, 2, 3, 1))
     assert torch.equal(to_images(patches, grid=(3, 3)), images)
 
 
 def test_chance_loses_ln_512():
-    right = torch.arange(6).view(2, 3)
-    loss, accuracy = color_loss(torch.zeros(2, 3, 512), right)
-    assert (loss.item(), accuracy.item()) == pytest.approx((math.log(512), 1 / 6))
+    labels = torch.arange(6).view(2, 3)
+    # Equal logits for all 512 classes; the first of them, label 0, counts as the guess.
+    loss, accuracy = color_loss(torch.zeros(2, 3, 512), labels)
+    assert loss.item() == pytest.approx(math.log(512))
+    assert accuracy.item() == pytest.approx(1 / 6)
 
 
 @every(options="{}, {pool: gap, positions: sincos2d}, {num_registers: 2}")
@@ -238,8 +265,15 @@ def test_predictions_equal_an_independent_forward_pass(options):
     model.objective = MaskedPatches(16).double()
     for parameter in model.objective.parameters():
         torch.nn.init.normal_(parameter)
-    shares = {"corrupted_share": 0.667, "mask_share": 0.4, "swap_share": 0.4}
-    corruption = drawn(3, num_patches=9, **shares)
+
+    # Two of six are masked, two swapped, two stay as they are and are predicted all the same.
+    corruption = drawn(
+        3,
+        num_patches=9,
+        corrupted_share=0.667,
+        mask_share=0.4,
+        swap_share=0.4,
+    )
     images = torch.randn(3, 3, 24, 24, dtype=torch.float64)
     inputs = {name: torch.from_numpy(rows) for name, rows in corruption.items()}
     logits = model(images, output="objective", **inputs)
@@ -257,7 +291,11 @@ def test_predictions_equal_an_independent_forward_pass(options):
 
 # ---- MAE -----------------------------------------------------------------------------------------
 
-DECODER = {"width": 8, "depth": 2, "num_heads": 2}
+DECODER = {
+    "width": 8,
+    "depth": 2,
+    "num_heads": 2,
+}
 SMALL = yaml.safe_load("""
 {image_size: 12, patch_size: 4, width: 16, depth: 2, num_heads: 2, mlp_width: 24, gelu: erf}
 """)
@@ -296,7 +334,8 @@ def slow_predictions(
             patch = image[:, top : top + 4, left : left + 4]
             token = (embedding.weight * patch).sum(dim=(1, 2, 3)) + embedding.bias
             encoded.append(token + encoder_positions[number])
-        embedded = mae.embed(model.norm(model.blocks(torch.stack(encoded)[None])))[0]
+        features = model.norm(model.blocks(torch.stack(encoded)[None]))
+        embedded = mae.embed(features)[0]
 
         # Every patch has a token again: its own, or the mask token.
         tokens = [embedded[0]]
@@ -305,8 +344,8 @@ def slow_predictions(
             if number in kept:
                 token = embedded[1 + kept.index(number)]
             tokens.append(token + decoder_positions[number])
-        decoded = mae.predict(mae.norm(mae.blocks(torch.stack(tokens)[None])))
-        predicted.append(decoded[0, 1:])
+        decoded = mae.norm(mae.blocks(torch.stack(tokens)[None]))
+        predicted.append(mae.predict(decoded)[0, 1:])
     return torch.stack(predicted)
 
 
@@ -315,6 +354,8 @@ def test_loss_and_gradients_equal_the_slow_version(normalized, recompute):
     model = small_model(FIXED)
     if recompute:
         vit.checkpoint_activations(model)
+
+    # Two of nine patches are kept.
     images = torch.randn(3, 3, 12, 12, dtype=torch.float64)
     order = random_orders(torch.rand(3, 9).numpy())
     order_BL = torch.from_numpy(order)
@@ -333,9 +374,9 @@ def test_loss_and_gradients_equal_the_slow_version(normalized, recompute):
     parameters = list(model.parameters())
     gradients = torch.autograd.grad(loss, parameters)
 
-    right = masked_autoencoder(lambda _: order, kept=2, normalized=normalized)
+    slow_loss = masked_autoencoder(lambda _: order, kept=2, normalized=normalized)
     sample = Sample(images, torch.empty(0), np.arange(3))
-    expected = right(partial(slow_predictions, model), images, sample)
+    expected = slow_loss(partial(slow_predictions, model), images, sample)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     slow = torch.autograd.grad(expected, parameters)
     torch.testing.assert_close(gradients, slow, rtol=1e-4, atol=1e-6)
@@ -350,11 +391,14 @@ def test_positions_are_added_before_patches_are_removed():
     plain = model.forward_features(images)
     torch.testing.assert_close(encoded[:, 0], plain[:, 0])
     for image in range(2):
-        torch.testing.assert_close(encoded[image, 1:], plain[image, 1 + order[image]])
+        expected = plain[image, 1 + order[image]]
+        torch.testing.assert_close(encoded[image, 1:], expected)
 
 
 def test_ties_keep_their_order():
-    assert random_orders(np.array([[0.3, 0.1, 0.9, 0.1]])).tolist() == [[1, 3, 0, 2]]
+    # Else the draw would depend on the sorting algorithm of a machine.
+    orders = random_orders(np.array([[0.3, 0.1, 0.9, 0.1]]))
+    assert orders.tolist() == [[1, 3, 0, 2]]
 
 
 def test_start_is_that_of_mae():
@@ -362,7 +406,12 @@ def test_start_is_that_of_mae():
     arch = ViTSettings(**sizes).resolved(num_classes=0)
     model = vit.build_model(arch, seed=0)
     torch.manual_seed(0)
-    mae = MaskedAutoencoder(arch, width=64, depth=1, num_heads=2)
+    mae = MaskedAutoencoder(
+        arch,
+        width=64,
+        depth=1,
+        num_heads=2,
+    )
 
     # Xavier's bound, of Q, K and V as one matrix.
     fused = math.sqrt(6 / (64 + 3 * 64))

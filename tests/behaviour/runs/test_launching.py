@@ -16,13 +16,30 @@ from vitscale.runs.training import MicroBatches, training_plan
 
 # Fields whose text is no shell. `setup` and `python` are shell by design, on one line.
 QUOTED_FIELDS = (
-    "gpu_type", "partition", "account", "srun_args", "sbatch value", "sbatch option", "run name",
-)  # fmt: skip
+    "gpu_type",
+    "partition",
+    "account",
+    "srun_args",
+    "sbatch value",
+    "sbatch option",
+    "run name",
+)
+# Each would make a file if a shell read it: by substitution, as a command of its own, by leaving
+# quotes, on a line of its own, by redirection, behind bytes that some programs take for line ends.
 HOSTILE = (
-    "$(touch canary)", "`touch canary`", "; touch canary", "x & touch canary #", "x | touch canary",
-    "'; touch canary; '", '"; touch canary; "', "x\ntouch canary", "> canary",
-    "x\rtouch canary", "x\x00touch canary", "x\u2028touch canary",
-)  # fmt: skip
+    "$(touch canary)",
+    "`touch canary`",
+    "; touch canary",
+    "x & touch canary #",
+    "x | touch canary",
+    "'; touch canary; '",
+    '"; touch canary; "',
+    "x\ntouch canary",
+    "> canary",
+    "x\rtouch canary",
+    "x\x00touch canary",
+    "x\u2028touch canary",
+)
 
 
 def script_with(field: str, text: str) -> str | None:
@@ -38,6 +55,7 @@ def script_with(field: str, text: str) -> str | None:
     # Its name is that of the output, and is also in the path of the job folder.
     output = text if field == "run name" else "shards"
     run = DataPrepRun.model_validate({"output": output, "source": {"path": "images"}})
+    # A refusal is as good as quotes.
     if list(launch_problems(launch)):
         return None
     try:
@@ -46,26 +64,27 @@ def script_with(field: str, text: str) -> str | None:
         return None
     folder = job_folder(run, cluster="slurm")
     return sbatch_text(
-        launch, name=run_name(run), folder=folder, code=folder / "code-1"
+        launch,
+        name=run_name(run),
+        folder=folder,
+        code=folder / "code-1",
     )
 
 
 def test_no_field_runs_as_shell(tmp_path):
-    scripts = {
-        (field, text): script_with(field, text)
-        for field in QUOTED_FIELDS
-        for text in HOSTILE
-    }
-    accepted = {key: script for key, script in scripts.items() if script is not None}
+    accepted = {}
+    for field, text in product(QUOTED_FIELDS, HOSTILE):
+        script = script_with(field, text)
+        if script is not None:
+            accepted[field, text] = script
 
     # Texts and paths are quoted; option names are checked.
     assert {field for field, _ in accepted} == {*QUOTED_FIELDS} - {"sbatch option"}
     assert not [text for _, text in accepted if "\n" in text]
     for script in accepted.values():
-        options = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
-        assert all(
-            len(shlex.split(line.removeprefix("#SBATCH "))) == 1 for line in options
-        )
+        for line in script.splitlines():
+            if line.startswith("#SBATCH "):
+                assert len(shlex.split(line.removeprefix("#SBATCH "))) == 1
 
     # As SLURM does: bash runs the whole script. The last one shows that a canary would be seen.
     control = sbatch_text(
@@ -74,20 +93,21 @@ def test_no_field_runs_as_shell(tmp_path):
     for program in ("python", "srun"):
         (tmp_path / program).write_text("#!/bin/sh\nexit 0\n")
         (tmp_path / program).chmod(0o755)
+    expected = {"control", "python", "srun"}
     for number, script in enumerate([*accepted.values(), control]):
         text = script.replace(sys.executable, str(tmp_path / "python"))
-        (tmp_path / f"{number:03}.sh").write_text(text)
+        name = f"{number:03}.sh"
+        (tmp_path / name).write_text(text)
+        expected.add(name)
     subprocess.run(
         ["bash", "-c", "for each in *.sh; do bash -e $each || exit; done"],
-        cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True,
-    )  # fmt: skip
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {
-        "control",
-        "python",
-        "srun",
-        *(f"{n:03}.sh" for n in range(len(accepted) + 1)),
-    }
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        check=True,
+    )
+
+    # Nothing else was made, under whatever name.
+    assert {path.name for path in tmp_path.iterdir()} == expected
 
 
 # ---- plans of trainings -------------------------------------------------------------------------
@@ -106,31 +126,39 @@ def run(**changes: dict[str, object]) -> PretrainRun:
 
 
 def test_cooldown_of_a_plan_is_its_share_of_the_steps():
+    # A share that is not zero has a step at least.
     for share, steps in ((0.25, 25), (0.001, 1), (0.0, 0)):
         chosen = run(schedule={"decay": "constant", "cooldown_share": share})
         plan = training_plan(chosen, world_size=1, num_samples=8)
         assert plan.total_steps == 100
         assert plan.cooldown_steps == steps
+    # Beside the 10 steps of warm-up no more than 90 are left.
     late = run(schedule={"decay": "constant", "cooldown_share": 0.95})
     with refused("schedule.cooldown_share: 10 .* and 95 of cool-down"):
         training_plan(late, world_size=1, num_samples=8)
 
 
 def test_warmup_of_a_plan_may_be_given_in_epochs():
+    # Three epochs of 83 images have 31 whole batches of 8.
     short = run(schedule={"warmup_steps": 0, "warmup_epochs": 3})
     assert training_plan(short, world_size=1, num_samples=83).warmup_steps == 31
     half = run(schedule={"warmup_steps": 0, "warmup_epochs": 0.5})
     assert training_plan(half, world_size=1, num_samples=83).warmup_steps == 41 // 8
+
     with refused("schedule.warmup_epochs: 150 .* in 100 steps"):
         training_plan(short, world_size=1, num_samples=400)
 
 
 def test_micro_batch_is_the_largest_that_fits():
+    # 12 images a rank: 6 divides them, and 7 and 8 do not.
     wide = run(data={"global_batch": 24}, engine={"max_micro_batch": 8})
     plan = training_plan(wide, world_size=2, num_samples=8)
     assert plan.micro_batch == 6
     assert plan.accumulation == 2
-    mixed = run(data={"global_batch": 18, "mixing": {}}, engine={"max_micro_batch": 9})
+
+    # Images are mixed in pairs, and both of a pair are in one micro-batch.
+    data = {"global_batch": 18, "mixing": {}}
+    mixed = run(data=data, engine={"max_micro_batch": 9})
     with refused("no even micro-batch divides the 9 images"):
         training_plan(mixed, world_size=2, num_samples=8)
 
@@ -139,14 +167,15 @@ def test_the_nearest_batches_with_a_large_micro_batch_are_those_of_an_exhaustive
     """By the divisors of every share: small is 1, 2 or less than half of the largest."""
 
     def largest(share):
-        return max(
-            (n for n in range(unit, limit + 1, unit) if share % n == 0), default=0
-        )
+        sizes = range(unit, limit + 1, unit)
+        return max((size for size in sizes if share % size == 0), default=0)
 
     def is_good(share):
-        found = largest(share)
-        whole = (share, limit // unit * unit)
-        return found > 0 and (found in whole or (found > 2 and found >= limit / 2))
+        size = largest(share)
+        # The whole share, or the largest size that is allowed.
+        if size in (share, limit // unit * unit):
+            return size > 0
+        return size > 2 and size >= limit / 2
 
     num_small = 0
     for limit, unit in product((1, 2, 3, 5, 8, 17, 64), (1, 2)):
@@ -155,21 +184,24 @@ def test_the_nearest_batches_with_a_large_micro_batch_are_those_of_an_exhaustive
         for share in filter(largest, range(1, 250)):
             advice = sizes.advice(share, world_size=3)
             assert (advice is None) == (share in good)
-            if advice is not None:
-                num_small += 1
-                below = max((n for n in good if n < share), default=None)
-                near = [
-                    n
-                    for n in (below, min(n for n in good if n > share))
-                    if n is not None
-                ]
-                shown = " or ".join(f"{3 * n} ({largest(n)} images)" for n in near)
-                assert f"only {largest(share)} of the {limit} images" in advice
-                assert advice.endswith(f": {shown}")
+            if advice is None:
+                continue
+
+            # The nearest good shares, as batches of three ranks.
+            num_small += 1
+            above = min(number for number in good if number > share)
+            below = [number for number in good if number < share]
+            near = [max(below), above] if below else [above]
+            shown = " or ".join(f"{3 * n} ({largest(n)} images)" for n in near)
+            assert f"only {largest(share)} of the {limit} images" in advice
+            assert advice.endswith(f": {shown}")
+
+    # The search has met bad shares at all.
     assert num_small > 100
 
 
 def test_batch_that_does_not_divide_names_its_neighbours():
+    # Below 16 there is no multiple of 16: zero images are no batch.
     with refused("multiples of 3: 6 or 9"):
         training_plan(run(), world_size=3, num_samples=8)
     with refused("multiples of 16: 16\\n"):

@@ -37,12 +37,14 @@ def link_to_link(path: Path, secret: Path) -> None:
 
 
 def huge(path: Path, secret: Path) -> None:
+    """4 TiB that take no space, of which a reader would fill its memory."""
     with open(path, "wb") as file:
         file.write(secret.read_bytes())
         file.truncate(1 << 42)
 
 
 def linked_folder(path: Path, secret: Path) -> None:
+    """The file itself is a plain one."""
     outside = secret.parent / "folder"
     outside.mkdir()
     (outside / path.name).write_bytes(secret.read_bytes())
@@ -50,6 +52,7 @@ def linked_folder(path: Path, secret: Path) -> None:
     path.parent.symlink_to(outside)
 
 
+# What somebody else may have put in place of a file. Of a pipe or a device a read never ends.
 Attack = Callable[[Path, Path], object]
 ATTACKS = {
     "link": Path.symlink_to,
@@ -88,6 +91,7 @@ def secret(tmp_path) -> Path:
 
 
 def placed(run: Path, name: str, attack: str, secret: Path) -> Path:
+    """Put the attack in place of a file of the run."""
     path = run / name
     path.parent.mkdir(exist_ok=True, parents=True)
     path.unlink(missing_ok=True)
@@ -96,66 +100,83 @@ def placed(run: Path, name: str, attack: str, secret: Path) -> Path:
 
 
 def holds_secret(page: str) -> bool:
-    pictures = re.findall(
-        r"data:image/png;base64,([^\"']*)", page.partition("<script>")[0]
-    )
-    return "hunter2" in page or any(
-        SECRET in base64.b64decode(each) for each in pictures
-    )
+    """As text, or within a picture."""
+    if "hunter2" in page:
+        return True
+    content = page.partition("<script>")[0]
+    pictures = re.findall(r"data:image/png;base64,([^\"']*)", content)
+    return any(SECRET in base64.b64decode(picture) for picture in pictures)
 
 
 @every(attack=ATTACKS)
 @every(name="pictures/x.png, evaluation/x.png, evaluation/per_class.csv")
 def test_the_page_shows_files_of_the_run_alone(name, attack, run, secret):
+    # A table of classes would be shown, if it were one.
     if name.endswith(".csv"):
         secret.write_text(f"{PER_CLASS}0,{SECRET.decode()},1,1,1.0\n")
     path = placed(run, name, attack, secret)
-    said = []
-    page = render(compare(load_runs([str(run)], uri=None)), say=said.append)
+    lines = []
+    page = render(compare(load_runs([str(run)], uri=None)), say=lines.append)
     assert not holds_secret(page)
-    assert any(text.startswith(f"left out: {path}: ") for text in said)
+    assert any(line.startswith(f"left out: {path}: ") for line in lines)
 
 
 def test_the_page_shows_what_is_a_picture_of_at_most_4_mib(run):
     for name in ("pictures/a_b.png", "evaluation/c_d.png"):
         (run / name).parent.mkdir()
         (run / name).write_bytes(PNG + name.encode())
+
+    # A name does not make a picture, and a large one would make the page too heavy to open.
     (run / "pictures/key.png").write_bytes(SECRET)
     (run / "pictures/large.png").write_bytes(PNG + bytes(4 * MIB))
-    said = []
-    page = render(compare(load_runs([str(run)], uri=None)), say=said.append)
+    lines = []
+    page = render(compare(load_runs([str(run)], uri=None)), say=lines.append)
     assert re.findall("<h3>(.*)</h3>", page) == ["A b", "C d"]
     assert not holds_secret(page)
     large = f"has {4 * MIB + 8:,} bytes; at most {4 * MIB:,} are read"
-    assert said == [
+    assert lines == [
         f"left out: {run}/pictures/large.png: {large}",
         f"left out: {run}/pictures/key.png: is no PNG",
     ]
 
 
 @every(name="pictures/x.png, evaluation/a.csv", attack=ATTACKS)
-def test_mlflow_gets_files_of_the_run_alone(name, attack, run, secret, mlflow_database):
+def test_mlflow_gets_files_of_the_run_alone(
+    name,
+    attack,
+    run,
+    secret,
+    mlflow_database,
+):
     path = placed(run, name, attack, secret)
     (run / "results.csv").write_text("fine\n")
-    said = []
-    sent = MlflowRun(run, f"sqlite:///{mlflow_database}", say=said.append)
+    lines = []
+    sent = MlflowRun(run, f"sqlite:///{mlflow_database}", say=lines.append)
     sent.sync("FINISHED")
     assert sent.num_files == 2  # with the configuration
-    stored = [each for each in mlflow_database.parent.rglob("*") if each.is_file()]
-    assert not any(SECRET in each.read_bytes() for each in stored)
-    assert [text.partition(": ")[2].partition(": ")[0] for text in said] == [str(path)]
+    for stored in mlflow_database.parent.rglob("*"):
+        assert not stored.is_file() or SECRET not in stored.read_bytes()
+
+    # Only the bad file is left out, and said.
+    (line,) = lines
+    assert line.partition(": ")[2].partition(": ")[0] == str(path)
+
+
+RECORDS = """
+config.yaml journal.jsonl events/n1.jsonl classes.json slurm/1/a.failed_starts
+""".split()
 
 
 @every(attack=ATTACKS)
-@every(
-    name=[
-        *"config.yaml journal.jsonl events/n1.jsonl classes.json".split(),
-        "slurm/1/a.failed_starts",
-    ]
-)
+@every(name=RECORDS)
 def test_a_record_that_is_no_file_of_the_run_is_one_error(
-    name, attack, run, secret, mlflow_database
+    name,
+    attack,
+    run,
+    secret,
+    mlflow_database,
 ):
+    # The folder of these is the run's own.
     if attack == "folder" and "/" not in name:
         return
     path = placed(run, name, attack, secret)
@@ -165,6 +186,8 @@ def test_a_record_that_is_no_file_of_the_run_is_one_error(
         if os.getuid() != 0:
             return
         os.chown(secret, 12345, 12345)
+
+    # Without its records a run cannot be shown in part.
     uri = f"sqlite:///{mlflow_database}"
     for read in (
         lambda: load_runs([str(run)], uri=None),
@@ -172,12 +195,14 @@ def test_a_record_that_is_no_file_of_the_run_is_one_error(
     ):
         with pytest.raises(UserError) as caught:
             read()
-        assert str(path) in caught.value.text()
-        assert "hunter2" not in caught.value.text()
+        text = caught.value.text()
+        assert str(path) in text
+        assert "hunter2" not in text
 
 
 def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path):
     good = b'{"step": 7, "time": 5, "a": 1}\n'
+    # Too deep, too long in two ways, numbers that overflow, times and steps that are none, no text.
     odd = (
         b"[" * (MAX_LINE_BYTES - 2) + b"\n",
         b"x" * (3 * MAX_LINE_BYTES + 5) + b"\n",
@@ -191,13 +216,16 @@ def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path):
         b"\0" * 100 + b"\n",
     )
     path = tmp_path / "journal.jsonl"
-    path.write_bytes(b"".join(line + good for line in odd) + b'{"step": 8, "ti')
-    found = [*read_rows(path)]
-    assert [row.step for row, _ in found] == [7] * len(odd)
-    assert found[-1][1] == path.stat().st_size - len(b'{"step": 8, "ti')
+    path = tmp_path / "journal.jsonl"
+    last = b'{"step": 8, "ti'  # being written
+    path.write_bytes(b"".join(line + good for line in odd) + last)
+    rows = [*read_rows(path)]
+    assert [row.step for row, _ in rows] == [7] * len(odd)
+    assert rows[-1][1] == path.stat().st_size - len(last)
 
     # A later read goes on behind any row.
-    assert len([*read_rows(path, offset=found[2][1])]) == len(odd) - 3
+    later = [*read_rows(path, offset=rows[2][1])]
+    assert len(later) == len(odd) - 3
 
 
 # ---- a server -----------------------------------------------------------------------------------
@@ -209,15 +237,26 @@ def hostile_server(
 ) -> Iterator[tuple[str, list[str]]]:
     """Its address, and the paths that it was asked for. more: further keys of its runs."""
     info = {
-        "run_id": "a" * 32, "run_uuid": "a" * 32, "experiment_id": "0", "run_name": "r",
-        "status": "RUNNING", "start_time": 1, "artifact_uri": artifact_uri,
+        "run_id": "a" * 32,
+        "run_uuid": "a" * 32,
+        "experiment_id": "0",
+        "run_name": "r",
+        "status": "RUNNING",
+        "start_time": 1,
+        "artifact_uri": artifact_uri,
         "lifecycle_stage": "active",
-    }  # fmt: skip
-    one_run = {"info": info | more, "data": {}}
-    experiment = {"experiment_id": "0", "name": "vitscale", "lifecycle_stage": "active"}
+        **more,
+    }
+    experiment = {
+        "experiment_id": "0",
+        "name": "vitscale",
+        "lifecycle_stage": "active",
+    }
     asked = []
 
     class Hostile(Answering):
+        """As much of MLflow's protocol as its client needs to send a run."""
+
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers["content-length"] or 0))
             path = self.path.partition("?")[0]
@@ -230,12 +269,11 @@ def hostile_server(
             elif "experiments" in path:
                 answer = {"experiment": experiment, "experiment_id": "0"}
             elif "/runs/" in path and "log" not in path:
-                answer = {"run": one_run}
+                answer = {"run": {"info": info, "data": {}}}
             elif "artifacts" in path:
                 answer = {"files": [{"path": listed, "is_dir": False, "file_size": 1}]}
-            self.answer(
-                200, json.dumps(answer).encode(), {"content-type": "application/json"}
-            )
+            content = json.dumps(answer).encode()
+            self.answer(200, content, {"content-type": "application/json"})
 
         do_POST = do_PATCH = do_PUT = do_GET
 
@@ -243,6 +281,7 @@ def hostile_server(
         yield url, asked
 
 
+# Ways to say that files belong into a folder of the person who sends a run.
 FORMS = "file://{} {} file:{} FILE://{} file://localhost{} runs:/abc{} models:/x{}"
 FORMS += " sftp://localhost{} sqlite://{} ../../{}"
 
@@ -251,12 +290,19 @@ FORMS += " sftp://localhost{} sqlite://{} ../../{}"
 def test_no_server_chooses_where_files_are_written(form, run, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
-    (home / "config.yaml").write_text("mine: untouched\n")
-    (run / "results.md").write_text("x\n")
-    before = sorted(str(each) for each in tmp_path.rglob("*"))
-    said = []
+    mine = home / "config.yaml"
+    mine.write_text("mine: untouched\n")
+    results = run / "results.md"
+    results.write_text("x\n")
+
+    def names() -> list[str]:
+        return sorted(str(path) for path in tmp_path.rglob("*"))
+
+    before = names()
+    lines = []
     with hostile_server(form.format(home)) as (uri, _):
-        sent = MlflowRun(run, uri, say=said.append)
+        # A whole run, and then one more file of a run that is tracked there.
+        sent = MlflowRun(run, uri, say=lines.append)
         sent.sync("FINISHED")
         (run / "events").mkdir()
         record = {
@@ -267,45 +313,43 @@ def test_no_server_chooses_where_files_are_written(form, run, tmp_path):
             "uri": uri,
         }
         (run / "events/n.jsonl").write_text(json.dumps(record) + "\n")
-        upload(run, [run / "results.md"], say=said.append)
+        upload(run, [results], say=lines.append)
+
+    # Numbers are sent all the same.
     assert sent.num_points == 1
     assert sent.num_files == 0
-    assert len([text for text in said if "must not choose" in text]) >= 2
-    after = sorted(
-        str(each) for each in tmp_path.rglob("*") if "events" not in str(each)
-    )
-    assert after == before
-    assert (home / "config.yaml").read_text() == "mine: untouched\n"
+    assert len([line for line in lines if "must not choose" in line]) >= 2
+    assert [name for name in names() if "events" not in name] == before
+    assert mine.read_text() == "mine: untouched\n"
 
 
 @every(listed="results.md, ../../../x, /etc/x, a/../../x")
 def test_a_server_that_takes_files_itself_gets_them(listed, run, tmp_path):
     """Names that it lists are compared, and lead nowhere; MLflow refuses those with `..`."""
     (run / "results.md").write_text("some text\n")
-    said = []
-    with hostile_server("mlflow-artifacts:/0/abc/artifacts", listed=listed) as (
-        uri,
-        asked,
-    ):
-        sent = MlflowRun(run, uri, say=said.append)
+    lines = []
+    address = "mlflow-artifacts:/0/abc/artifacts"
+    with hostile_server(address, listed=listed) as (uri, asked):
+        sent = MlflowRun(run, uri, say=lines.append)
         sent.sync("FINISHED")
     if listed == "results.md":
         assert sent.num_files == 2
-        assert not said
-        assert any(
-            path.endswith("artifacts/0/abc/artifacts/results.md") for path in asked
-        )
+        assert not lines
+        end = "artifacts/0/abc/artifacts/results.md"
+        assert any(path.endswith(end) for path in asked)
     else:
         assert sent.num_files == 0
-        assert "files were not uploaded" in said[0]
+        assert "files were not uploaded" in lines[0]
+
+    # Nothing of the server's names is on the disk.
     assert not [*tmp_path.rglob("x")]
 
 
 def test_what_a_server_says_is_printed_as_text(run, capsys):
+    # Sets the title of a terminal; others run commands.
     evil = "\x1b]0;owned\x07"
-    with hostile_server(
-        f"file:///{evil}", run_id=f"a{evil}", experiment_id=f"0{evil}"
-    ) as (uri, _):
+    ids = {"run_id": f"a{evil}", "experiment_id": f"0{evil}"}
+    with hostile_server(f"file:///{evil}", **ids) as (uri, _):
         sync([str(run), "--uri", uri])
     out = "".join(capsys.readouterr())
     assert "\x1b" not in out

@@ -33,16 +33,18 @@ CLASSES = 5
 @every(shares=[None, (0.7, 0.6, 1.0, 0.0)], kind="softmax, sigmoid, bce")
 def test_losses_equal_the_papers_formulas(kind, shares):
     """Of bf16 logits in fp32; with mixed labels too, of which some are equal or have no share."""
+    # Near the bias of -10 or so that heads of a sigmoid start from.
     random = torch.Generator().manual_seed(0)
     logits = (torch.randn(8, 7, generator=random) - 6.9).bfloat16()
     labels = torch.tensor([0, 1, 3, 3, 1, 6, 2, 5])
     options = {"kind": kind}
     if kind != "bce":
         options["smoothing"] = 1e-2
-    right = supervised(**options, share_of=shares and (lambda pair: shares[pair]))
+    slow = supervised(**options, share_of=shares and (lambda pair: shares[pair]))
     sample = Sample(torch.empty(0), labels, np.arange(8))
-    expected = right(lambda pixels: logits, torch.zeros(8, 3, 4, 4), sample)
+    expected = slow(lambda pixels: logits, torch.zeros(8, 3, 4, 4), sample)
 
+    # Images are mixed in pairs, each with the label of the other one.
     if shares is not None:
         options["mixed_labels_B"] = labels.view(4, 2).flip(1).flatten()
         options["mix_lambda_B"] = torch.tensor(shares).repeat_interleave(2)
@@ -51,6 +53,7 @@ def test_losses_equal_the_papers_formulas(kind, shares):
     torch.testing.assert_close(loss, expected)
 
 
+# The logits of one image: of the two heads of the student, and of the teacher, which says class 0.
 CLS = torch.tensor([[1.0, 0.0, -1.0]])
 DIST = torch.tensor([[0.0, 2.0, 0.0]])
 TEACHER = torch.tensor([[3.0, 1.0, 0.0]])
@@ -83,15 +86,23 @@ def distilled(
 
 def test_each_head_learns_from_its_own_target():
     """Labels are mixed and smoothed, the teacher's are not. Numbers are computed by hand."""
+    # Cross-entropy of CLS with label 1 is 1.407606, of DIST with the teacher's class 2.239545.
     loss, agreement = distilled()
     assert loss == pytest.approx(0.5 * 1.407606 + 0.5 * 2.239545, abs=1e-6)
     assert agreement == 0
-    soft, _ = distilled(kind="soft", alpha=0.1, tau=3.0)
+
+    # The divergence at temperature 3 is 0.545280 / 3, and DeiT multiplies it by 3 ** 2.
+    soft, _ = distilled(
+        kind="soft",
+        alpha=0.1,
+        tau=3.0,
+    )
     assert soft == pytest.approx(0.9 * 1.407606 + 0.1 * 3 * 0.545280, abs=1e-6)
 
     # Without a distillation token one head learns both.
     both = label_loss(DIST, torch.tensor([1])) + hard_loss(DIST, TEACHER)
-    assert distilled(has_token=False)[0] == pytest.approx(0.5 * both.item())
+    single, _ = distilled(has_token=False)
+    assert single == pytest.approx(0.5 * both.item())
 
     others = torch.tensor([2, 1])
     shares = torch.tensor([0.7, 0.7])
@@ -102,8 +113,11 @@ def test_each_head_learns_from_its_own_target():
         mixed_labels_B=others,
         mix_lambda_B=shares,
     )
-    mixing = {"mixed_labels": others, "mix_lambda": shares}
-    mixed, _ = distilled((1, 2), mixing=mixing, label_smoothing=0.1)
+    mixed, _ = distilled(
+        (1, 2),
+        mixing={"mixed_labels": others, "mix_lambda": shares},
+        label_smoothing=0.1,
+    )
     assert mixed == pytest.approx(0.5 * labelled.item() + 0.5 * 2.239545, abs=1e-6)
 
 
@@ -140,8 +154,9 @@ def opened(
 
 @pytest.fixture
 def safetensors(network, tmp_path) -> Path:
-    save_file(network.state_dict(), tmp_path / "teacher.safetensors")
-    return tmp_path / "teacher.safetensors"
+    path = tmp_path / "teacher.safetensors"
+    save_file(network.state_dict(), path)
+    return path
 
 
 def images(size: int) -> torch.Tensor:
@@ -154,6 +169,8 @@ def test_logits_are_timms_on_the_teachers_own_pixels(network, safetensors):
     pixels = images(160)
     mean = torch.tensor(network.pretrained_cfg["mean"]).view(3, 1, 1)
     std = torch.tensor(network.pretrained_cfg["std"]).view(3, 1, 1)
+
+    # The student's pixels are normalised in its own way, so a teacher gets levels.
     expected = network((pixels / 255 - mean) / std)
     logits = opened(safetensors).logits(pixels)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
@@ -166,12 +183,14 @@ def test_a_teachers_classes_are_matched_by_name(network, safetensors):
     same = opened(safetensors, classes=names)
     assert same.messages == ()
 
+    # The shards' order of classes decides that of the logits.
     order = [3, 1, 0, 4, 2]
     other = opened(safetensors, classes=[names[label] for label in order])
     assert other.messages == ("the teacher's classes are matched by name",)
     pixels = images(160)
     assert torch.equal(other.logits(pixels), same.logits(pixels)[:, order])
 
+    # A class that the teacher does not know, names on one side alone, and a teacher of more.
     for classes, message in (
         ((*names[:4], "owl"), "does not predict 1 of 5 classes, such as 'owl'"),
         ("01234", "does not predict 5 of 5 classes"),
@@ -190,33 +209,36 @@ def test_a_teachers_classes_are_matched_by_name(network, safetensors):
 
 def test_images_are_resized_to_the_teachers_size(safetensors):
     teacher = opened(safetensors, image_size=64)
-    seen = []
+    inputs = []
     teacher.model.network.register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0])
+        lambda _, arguments: inputs.append(arguments[0])
     )
+
+    # Of one colour: borders that were filled up would show.
     flat = torch.full((2, 3, 32, 32), 200.0)
     teacher.logits(flat)
-    assert seen[0].shape == (2, 3, 64, 64)
-    assert seen[0].std(dim=(0, 2, 3)).max() < 1e-5
+    assert inputs[0].shape == (2, 3, 64, 64)
+    assert inputs[0].std(dim=(0, 2, 3)).max() < 1e-5
     assert opened(safetensors).image_size == 160  # timm's of this network
 
 
 def test_the_teacher_learns_nothing(safetensors):
     """No gradients, eval mode: BatchNorm's statistics stay; no draws from the run's state."""
     torch.manual_seed(3)
-    before_state = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     teacher = opened(safetensors, image_size=64, engine={"precision": "bf16"})
-    weights = copy.deepcopy(teacher.model.network.state_dict())
+    network = teacher.model.network
+    weights = copy.deepcopy(network.state_dict())
 
     # A forward pass in training would move them.
     logits = teacher.logits(images(64).float())
     assert logits.dtype == torch.float32
     assert not logits.requires_grad
     assert teacher.model.dtype == torch.bfloat16  # the run's
-    assert not any(p.requires_grad for p in teacher.model.network.parameters())
-    for name, value in teacher.model.network.state_dict().items():
+    assert not any(parameter.requires_grad for parameter in network.parameters())
+    for name, value in network.state_dict().items():
         assert torch.equal(value, weights[name]), name
-    assert torch.equal(torch.get_rng_state(), before_state)
+    assert torch.equal(torch.get_rng_state(), random_state)
 
 
 def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path):
@@ -227,11 +249,14 @@ def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path):
     torch.save(vit.state_dict(), path)
     teacher = opened(path, model="test_vit", image_size=64)
     assert teacher.logits(images(64)).shape == (2, CLASSES)
+
+    # A teacher is compiled where the student is: it runs as often.
     compiled = opened(path, model="test_vit", engine={"compile": True})
     for each, is_compiled in ((teacher, False), (compiled, True)):
-        network = each.model.network
-        for block in network.blocks:
+        for block in each.model.network.blocks:
             assert (block._compiled_call_impl is not None) == is_compiled
+
+    # Neither needs a batch to be found.
     with refused("predicts 5 classes, but the label map has 7"):
         opened(path, model="test_vit", classes="0123456")
     with refused("timm cannot run test_vit on images of 65 px"):

@@ -31,15 +31,17 @@ from vitscale.training.interval_log import (
 )
 from vitscale.training.session import TrainingSession
 
-STEPS = {"total_steps": 100, "warmup_steps": 0, "cooldown_steps": 0}
 PLAN = TrainingPlan(
     world_size=2,
     global_batch=8,
     micro_batch=2,
     accumulation=2,
     num_samples=1000,
-    **STEPS,
+    total_steps=100,
+    warmup_steps=0,
+    cooldown_steps=0,
 )
+# The order of samples is that of their numbers, so that a position names its sample.
 ORDER = SimpleNamespace(at=lambda position: SimpleNamespace(part=0, sample=position))
 DATA = SimpleNamespace(order=ORDER, parts=())
 
@@ -89,6 +91,7 @@ class Ranks:
         num_seen: int = 10,
     ) -> list[str]:
         """The lines that are printed at step 10 of an epoch of 1,000 samples."""
+        # A rank sends the number of its samples, and as many as are named.
         self.others = [(len(other), list(other))]
         self.lines.clear()
         monitor.add(own)
@@ -109,6 +112,7 @@ def lost(*samples: int, part: int = 0) -> list[Unreadable]:
 
 
 def test_each_unreadable_sample_is_reported_once(ranks: Ranks):
+    # Those of the other rank are named as those of rank 0.
     monitor = ranks.unreadable(0.1)
     lines = ranks.report(monitor, [], lost(*range(UNREADABLE_SHOWN)))
     assert len(lines) == UNREADABLE_SHOWN + 1
@@ -116,6 +120,8 @@ def test_each_unreadable_sample_is_reported_once(ranks: Ranks):
         "77.tar: sample 'key 77 of 1' was replaced: broken",
         "step 10: 11 samples replaced since step 0",
     ]
+
+    # An interval without one has no line.
     assert ranks.report(monitor, []) == []
     assert monitor.num_replaced == 11
 
@@ -129,6 +135,7 @@ def test_each_unreadable_sample_is_reported_once(ranks: Ranks):
 
 
 def test_too_many_unreadable_samples_end_the_run(ranks: Ranks):
+    # The limit is 1 % of what has been seen, and of an epoch while less than one has been.
     monitor = ranks.unreadable(0.01)
     ranks.report(monitor, lost(*range(10)))  # 10 of an epoch of 1,000
     ranks.report(monitor, lost(11), num_seen=2000)  # 11 of 2,000 seen
@@ -157,7 +164,10 @@ def test_the_index_is_read_on_the_rank_that_prints_alone(tmp_path, rank, expecte
     """Damaged or not: other ranks do not look at it."""
     folder = write_shard_folder(tmp_path / "shards", num_per_class=8, num_shards=2)
     data = open_training_set(DataSettings(path=str(folder), global_batch=2), seed=0)
-    assert names_of(data, is_first=rank == 0)([(0, 3), (0, 1)]) == expected
+    names_of_samples = names_of(data, is_first=rank == 0)
+    assert names_of_samples([(0, 3), (0, 1)]) == expected
+
+    # Both monitors of a run take the names so.
     log = opened(data, replace(WORLD, rank=rank))
     for monitor in (log._skipped, log._unreadable):
         assert monitor.names([(0, 3)]) == expected[:1]
@@ -168,10 +178,14 @@ def test_the_index_is_read_on_the_rank_that_prints_alone(tmp_path, rank, expecte
 
 def opened(data, world: World) -> IntervalLog:
     """The log of a run, as far as it needs no engine."""
-    health = Health(skipped=0, longest=0, last_step=None, bad_micro_step=None)
+    health = Health(
+        skipped=0,
+        longest=0,
+        last_step=None,
+        bad_micro_step=None,
+    )
     engine = SimpleNamespace(world=world, health=lambda: health)
     run = SimpleNamespace(data=SimpleNamespace(max_unreadable_fraction=1.0))
-    tracker = None
     return IntervalLog(
         run,
         PLAN,
@@ -180,7 +194,7 @@ def opened(data, world: World) -> IntervalLog:
         start_step=0,
         num_replaced=0,
         flops_per_image=1.0,
-        tracker=tracker,
+        tracker=None,
         say=print,
         profile=lambda: None,
     )
@@ -212,14 +226,22 @@ def clock(monkeypatch) -> Seconds:
 
 @every(save_every="3, 100", evaluate_every="0, 1, 2, 4", log_every="1, 2, 3, 5")
 def test_rates_leave_out_evaluations_and_saves(
-    monkeypatch, clock: Seconds, log_every, evaluate_every, save_every
+    monkeypatch,
+    clock: Seconds,
+    log_every,
+    evaluate_every,
+    save_every,
 ):
     """Every interval has the same rate, however long what comes between its steps."""
     rates = []
     log = opened(DATA, replace(WORLD, world_size=2))
-    monkeypatch.setattr(
-        log, "write", lambda step, lr: rates.append(log._speed()["vitals/images_per_s"])
-    )
+
+    def write(step, lr) -> None:
+        rates.append(log._speed()["vitals/images_per_s"])
+
+    monkeypatch.setattr(log, "write", write)
+
+    # All that the end of a step needs; evaluations take far longer than steps, and saves long.
     session = SimpleNamespace(
         log=log,
         lr=0.1,
@@ -248,6 +270,8 @@ def test_rates_leave_out_evaluations_and_saves(
         clock.now += 3.0
         log.add_batch(batch)
         TrainingSession.end_step(session, step)
+
+    # Two ranks with 6 images each: in 57 + 3 s, and from then on in 3 s.
     if 1 in (log_every, evaluate_every):
         assert rates.pop(0) == pytest.approx(2 * 6 / 60)
     assert rates == [pytest.approx(2 * 6 / 3)] * len(rates)
@@ -258,44 +282,56 @@ def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(clock: Secon
     log = opened(DATA, replace(WORLD, world_size=2))
     batch = SimpleNamespace(labels=range(6), unreadable=())
     log.add_batch(batch)
+
+    # 2 s of 8 s, on each of two ranks: not 4 of 8.
     with log.waiting():
         clock.now += 2.0
     clock.now += 6.0
-    assert log._speed() == {"vitals/images_per_s": 2 * 6 / 8, "vitals/data_wait": 2 / 8}
+    speed = log._speed()
+    assert speed == {"vitals/images_per_s": 2 * 6 / 8, "vitals/data_wait": 2 / 8}
 
 
 def test_an_update_waits_until_a_save_has_read_the_weights():
     """After the backward pass, which may run beside the copy."""
-    done = []
+    order = []
     session = SimpleNamespace(
         watchdog=SimpleNamespace(mark=lambda doing: None),
         engine=SimpleNamespace(
-            backward=lambda loss: done.append("backward"),
-            step=lambda: done.append("update"),
+            backward=lambda loss: order.append("backward"),
+            step=lambda: order.append("update"),
         ),
-        store=SimpleNamespace(wait_for_host_copy=lambda: done.append("copied")),
+        store=SimpleNamespace(wait_for_host_copy=lambda: order.append("copied")),
         log=SimpleNamespace(means=IntervalMeans()),
         objective=SimpleNamespace(recorded={}),
         batches=SimpleNamespace(prefetch=lambda: None),
         _waiting_for_data=nullcontext,
     )
     TrainingSession.update(session, torch.tensor(1.0))
-    assert done == ["backward", "copied", "update"]
+
+    # An update before the copy would save weights of two steps.
+    assert order == ["backward", "copied", "update"]
 
 
 def health(skipped: int, *, longest: int = 1) -> Health:
-    return Health(skipped=skipped, longest=longest, last_step=3, bad_micro_step=None)
+    return Health(
+        skipped=skipped,
+        longest=longest,
+        last_step=3,
+        bad_micro_step=None,
+    )
 
 
 def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks):
     """Of a bad loss those that its rank read for the micro-step, else all of the step."""
+    # The same two are reported at each interval.
     monitor = ranks.skipped()
     ranks.others = [1]
     for _ in range(2):
         monitor.update(health(2), step=20, loss_scale=None)
 
     # The second micro-step of rank 1 in the step that was skipped.
-    read = list(rank_batches(start=16, stop=24, rank=1, world_size=2, micro_batch=2))
+    batches = rank_batches(start=16, stop=24, rank=1, world_size=2, micro_batch=2)
+    read = list(batches)
     assert read[1] == [22, 23]
     assert ranks.lines == [
         "2 updates skipped, 2 since the start, the last at step 3: the loss was not finite "
@@ -330,16 +366,23 @@ def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
     with refused(r"of the last \d+ updates were skipped"):
         for step in range(interval, 401, interval):
             many.update(health(step // 2), step=step, loss_scale=None)
+
+    # More than ten of the last hundred: the eleventh is skipped in step 22.
     assert step == max(interval, {1: 22, 7: 28}.get(interval, 0))
 
 
 def test_means_by_name_are_over_ranks_and_finite_values(clock: Seconds):
     means = IntervalMeans()
     for value in (1.0, math.nan, 3.0):
-        means.add({"a": torch.tensor(value), "b": torch.tensor(math.inf)})
+        both = {"a": torch.tensor(value), "b": torch.tensor(math.inf)}
+        means.add(both)
     averages = means.read()
     assert averages["a"] == 2.0
+
+    # Nothing finite has no mean, and 0 would look like a result.
     assert math.isnan(averages["b"])
+
+    # The next interval starts anew.
     means.add({"a": torch.tensor(5.0)})
     assert means.read() == {"a": 5.0}
 
@@ -348,7 +391,12 @@ def test_time_left_counts_evaluations_and_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A start of 50 s, a second a step, and 20 s for an evaluation before step 30."""
-    log: Any = SimpleNamespace(_paced_from=(0.0, 0), start_step=0, plan=PLAN)
+    # Seconds since the start, and those that are left, at each of four reports.
+    log: Any = SimpleNamespace(
+        _paced_from=(0.0, 0),
+        start_step=0,
+        plan=PLAN,
+    )
     for step, now, left in (
         (10, 60, 540),
         (20, 70, 80),

@@ -71,6 +71,7 @@ CHANGES["stage"] = {"type": FinetuneRun}
 
 
 def run_with(change: Mapping[str, Any]) -> Any:
+    """The run with a row of CHANGES."""
     values = SECTIONS | {"seed": change.get("seed", 0)}
     for key in change.keys() & {"data", "model", "objective", "optim", "schedule"}:
         values[key] = {**SECTIONS.get(key, {}), **change[key]}
@@ -79,7 +80,11 @@ def run_with(change: Mapping[str, Any]) -> Any:
 
 def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
     run = run_with(change)
-    shards: Any = {"fingerprint": "f", "label_map_sha256": "l", "key_hash": None}
+    shards: Any = {
+        "fingerprint": "f",
+        "label_map_sha256": "l",
+        "key_hash": None,
+    }
     shards |= change.get("shards", {})
     data: Any = SimpleNamespace(**shards)
     agreed = {"teacher": change.get("teacher", "one")}
@@ -118,14 +123,17 @@ def test_incompatible_change_is_refused(
 
 
 def test_step_beyond_the_run_is_refused() -> None:
+    # As after a user has made a run shorter, which has trained for longer already.
     with pytest.raises(UserError, match="step 101 is beyond the 100 steps of this run"):
         resume(checkpoint_of(description_of({}), step=101), {})
 
 
 def test_changed_settings_are_listed(tmp_path: Path) -> None:
-    assert changes_since_start(tmp_path, run_with({})) == []  # no configuration
-    (tmp_path / "config.yaml").write_text(run_to_yaml(run_with({})))
-    assert changes_since_start(tmp_path, run_with({})) == []
+    path = tmp_path / "config.yaml"
+    before = run_with({})
+    assert changes_since_start(tmp_path, before) == []  # no configuration
+    path.write_text(run_to_yaml(before))
+    assert changes_since_start(tmp_path, before) == []
     assert changes_since_start(tmp_path, run_with({"optim": {"lr": 5e-4}})) == [
         "changed since the last start:",
         "    optim.lr: 0.001 -> 0.0005",
@@ -177,9 +185,11 @@ def test_a_start_may_be_spelled_otherwise(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    absolute = f"{tmp_path}/runs/a"
     start = FinetuneRun.model_validate({**SECTIONS, "init": "runs/a"})
     (tmp_path / "config.yaml").write_text(run_to_yaml(start))
+
+    # The same folder in other words is the same start.
+    absolute = f"{tmp_path}/runs/a"
     for init in ("runs/a/", "./runs/a", absolute, "~/runs/a", "runs/b/../a"):
         refuse_other_start(tmp_path, start.model_copy(update={"init": init}))
 
@@ -191,6 +201,8 @@ def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
     none = checkpoint_of({"ema": None})
     assert not takes_average(none, "auto")
     assert not takes_average(none, "model")
+
+    # The share of the first, random weights that is left in the average decides.
     ema = {"ema": {"decay": 0.99, "warmup": False}}
     early = checkpoint_of(ema, engine={"num_averaged": 458})
     late = checkpoint_of(ema, engine={"num_averaged": 459})
@@ -204,9 +216,12 @@ def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
     # With warm-up 2/11, 3/12, 4/13, 5/14, ... are kept: 1.4 % after three steps, 0.5 % after four.
     warm = {"ema": {"decay": 0.99, "warmup": True}}
     four = checkpoint_of(warm, engine={"num_averaged": 4})
-    assert takes_average(four, "auto") and capsys.readouterr().err == ""
+    assert takes_average(four, "auto")
+    assert capsys.readouterr().err == ""
     three = checkpoint_of(warm, engine={"num_averaged": 3})
-    assert not takes_average(three, "auto") and capsys.readouterr().err
+    assert not takes_average(three, "auto")
+    assert capsys.readouterr().err
+
     assert not takes_average(early, "auto")
     message = "taking the raw weights, since 1% of their average"
     assert message in capsys.readouterr().err
@@ -216,7 +231,11 @@ def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
 
 def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path: Path) -> None:
     shards = write_shard_folder(tmp_path / "a", num_per_class=10, num_shards=2)
-    whole = {"path": str(shards), "global_batch": 8, "val_split": None}
+    whole = {
+        "path": str(shards),
+        "global_batch": 8,
+        "val_split": None,
+    }
 
     def counts(**data: Any) -> tuple[int, int | None]:
         settings = DataSettings.model_validate(whole | data)
@@ -224,6 +243,7 @@ def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path: Path) -> None:
         training_set, evaluated = session._read_index(run)
         return training_set.num_samples, evaluated and evaluated.num_samples
 
+    # Without either, nothing is evaluated; a cut takes its images out of the training set.
     assert counts() == (20, None)
     assert counts(val_split="train") == (20, 20)
     assert counts(dev_percent=10.0) == (18, 2)
@@ -235,9 +255,12 @@ def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(
     def chosen(device: str, **engine: Any) -> bool:
         return is_compiled(EngineSettings.model_validate(engine), torch.device(device))
 
+    # Hooks of ZeRO-3 break the blocks apart, and a CPU needs a compiler of C++ for it.
     assert chosen("cuda")
     assert not chosen("cuda", zero_stage=3)
     assert not chosen("cpu")
+
+    # What a user sets counts.
     assert chosen("cpu", compile=True)
     assert not chosen("cuda", compile=False)
 
@@ -271,6 +294,7 @@ def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(
     folder = Path(os.environ.pop("TORCHINDUCTOR_CACHE_DIR")).parent
     assert folder.parent == tmp_path
     assert folder.stat().st_mode & 0o777 == 0o700
+    # A folder that the group may write to, and a link that somebody else may have put there.
     folder.chmod(0o770)
     with pytest.raises(UserError, match="not a folder that only you can use"):
         private_folder()
@@ -280,6 +304,8 @@ def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(
         private_folder()
 
 
+# The scores of each step, the steps whose checkpoint is damaged, where the resume starts, and the
+# best score that it knows there.
 @rows("""
 - [scores, damaged, start, best]
 - [{10: 0.5, 20: 0.4, 30: 0.9}, [], 30, 0.9]
@@ -299,11 +325,17 @@ def test_a_resume_knows_the_best_of_the_steps_that_it_has_reached(
     """A later one is damaged, whatever its score: else no better one would be saved again."""
     folder = tmp_path / "checkpoints"
     for step, score in scores.items():
-        commit = light_save(folder, step=step, keep=9, score=score)
+        commit = light_save(
+            folder,
+            step=step,
+            keep=9,
+            score=score,
+        )
         # The size stays, so that only reading all of it shows the damage.
         if step in damaged:
             flip(commit.folder / "rank-00000.safetensors", -1)
 
+    # The real store and its collectives need ranks, and the choice of a checkpoint does not.
     store = SimpleNamespace(folder=folder, newest=lambda: newest_checkpoint(folder))
     for name, value in {
         "CheckpointStore": lambda *_, **__: nullcontext(store),
@@ -326,6 +358,7 @@ def test_a_resume_knows_the_best_of_the_steps_that_it_has_reached(
     )
     TrainingSession._open_checkpoints(opened, ExitStack())
     assert opened.start_step == start
+    # A damaged checkpoint is skipped with a line.
     assert len(opened._messages) == len(damaged)
     value = opened._best_score and opened._best_score["value"]
     assert value == best
