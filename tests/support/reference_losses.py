@@ -79,6 +79,27 @@ def distillation(teacher: nn.Module, *, kind: str, alpha: float, tau: float) -> 
     return loss_of
 
 
+def contrastive(temperature: float) -> Loss:
+    """Chen et al. 2020, equation 1, of each image and its mirror image."""
+
+    def loss_of(run: Run, pixels: torch.Tensor, sample: Sample) -> torch.Tensor:
+        # All first views, then all second ones, as the paper does not order them.
+        views = torch.cat([pixels, pixels.flip(-1)])
+        projected_NE = run(views, output="objective").float()
+        unit_NE = projected_NE / projected_NE.norm(dim=1, keepdim=True)
+        similarity_NN = unit_NE @ unit_NE.T / temperature
+
+        num_views = len(views)
+        losses = []
+        for number, row_N in enumerate(similarity_NN):
+            partner = (number + len(pixels)) % num_views
+            others = torch.arange(num_views) != number
+            losses.append(row_N[others].logsumexp(0) - row_N[partner])
+        return torch.stack(losses).mean()
+
+    return loss_of
+
+
 def masked_autoencoder(
     order_of: Callable[[np.ndarray], np.ndarray], *, kept: int, normalized: bool = True
 ) -> Loss:

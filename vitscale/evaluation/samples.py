@@ -147,8 +147,9 @@ def evaluation_batches(
 
     # Rounded up, so that every rank makes the same number of forward passes.
     num_batches = -(-len(chosen) // stride)
-    numbers = np.arange(num_batches * stride)
-    places = numbers.reshape(num_batches, world_size, micro_batch)[:, rank]
+    places = np.arange(num_batches * stride).reshape(
+        num_batches, world_size, micro_batch
+    )[:, rank]
     # Places beyond the end repeat the last sample, with weight 0.
     positions = chosen[np.minimum(places, len(chosen) - 1)]
 

@@ -42,6 +42,7 @@ from tests.support.reference_training import (
 )
 from vitscale.checkpoint.store import SLICE
 from vitscale.data.loader import Batch
+from vitscale.data.samples import view_shapes
 from vitscale.data.settings import MixingSettings
 from vitscale.distributed.processes import run_rank_script
 from vitscale.distributed.random_numbers import stream_key
@@ -95,6 +96,8 @@ class Task:
     """Whether some losses or gradients are not finite, see `spoil`."""
     skips: bool = False
     """Whether every second micro-batch, so some ranks at a time, leaves out a block."""
+    couples: bool = False
+    """Whether the loss compares the images of a micro-batch of all ranks."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
 
 
@@ -189,6 +192,10 @@ mae:
   objective: {name: mae, mask_ratio: 0.5, decoder_width: 8, decoder_depth: 1, decoder_heads: 2}
   model: {positions: sincos2d_mae, width: 32}
 masked patches: {objective: {name: masked_patch_prediction}}
+simclr:
+  objective: {name: simclr, temperature: 2, projection_width: 10}
+  optim: {lr: 0.0015}
+  data: {views: [{name: global, count: 2}]}
 # At a rate that falls to zero the average would end where the weights do. Its own warm-up lasts
 # longer than the training.
 average: {optim: {ema: {decay: 0.9}}, schedule: {decay: constant}}
@@ -230,6 +237,12 @@ TASKS = {
     ),
     "mae": Task(loss=lambda: losses.masked_autoencoder(order_of, kept=2)),
     "masked patches": Task(loss=lambda: losses.masked_patches(corruption_of)),
+    # At higher rates and lower temperatures what bf16 rounds grows from step to step.
+    "simclr": Task(
+        recipe=adamw(peak=1.5e-3),
+        loss=lambda: losses.contrastive(2),
+        couples=True,
+    ),
     # Switches, each alone, and those that act on the same numbers together in the last.
     "average": Task(recipe=adamw(average=0.9, curve="constant")),
     "clip": Task(recipe=adamw(clip=1.0)),
@@ -452,6 +465,9 @@ def train_reference(task: str, machine: Machine) -> Result:
     by_micro_batch = TASKS[task].spoiled or TASKS[task].skips or task == "drop path"
     if machine.precision == "fp16":
         machine = replace(machine, precision="fp32")
+    if TASKS[task].couples:
+        # One rank that has the images of all: the loss has no smaller parts.
+        return _train_reference(task, replace(machine, ranks=1))
     if not by_micro_batch and not machine.in_bf16:
         machine = Machine()
     return _train_reference(task, machine)
@@ -476,7 +492,10 @@ def _train_reference(task: str, machine: Machine) -> Result:
 class SyntheticBatches:
     """The micro-batches of a rank from a step on, as its loader gives them."""
 
-    def __init__(self, start: int, plan: TrainingPlan, world: World) -> None:
+    def __init__(
+        self, start: int, plan: TrainingPlan, world: World, views: Any
+    ) -> None:
+        self._views = views
         self._order = self._batches(start, plan, world)
 
     def _batches(self, start: int, plan: TrainingPlan, world: World) -> Iterator[Batch]:
@@ -485,6 +504,9 @@ class SyntheticBatches:
             # The order of the reference: within a micro-batch of all ranks, rank by rank.
             first = (number * world.world_size + world.rank) * size
             images, labels = samples(np.arange(first, first + size))
+            if self._views:
+                # The pixels of both views in a row.
+                images = torch.stack([images, images.flip(-1)], dim=1).flatten(1)
             batch = Batch(images, labels, torch.ones(size))
             yield batch.to(world.device)
 
@@ -546,7 +568,10 @@ class Training:
         session.objective = objective
 
         session.start_step = len(self.result.losses)
-        session.batches = SyntheticBatches(session.start_step, session.plan, world)
+        session.batches = SyntheticBatches(
+            session.start_step, session.plan, world, run.data.views
+        )
+        session._views = view_shapes(run.data, arch.image_size)
         session.watchdog = SimpleNamespace(mark=lambda doing: None)
         session.store = SimpleNamespace(wait_for_host_copy=lambda: None)
         # Of all micro-batches of a step, as the log of a run adds them.
