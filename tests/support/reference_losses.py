@@ -6,16 +6,13 @@ B: images, C: classes, L: patches, K: some patches, P: values of a patch.
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.reference_training import Loss, Sample
-
-Run = Callable[..., Any]
+from tests.support.reference_training import Loss, Run, Sample
 
 
 def supervised(kind: str = "softmax", smoothing: float = 0.0, share_of=None) -> Loss:
@@ -42,7 +39,8 @@ def supervised(kind: str = "softmax", smoothing: float = 0.0, share_of=None) -> 
 
         target_BC = (1 - smoothing) * target_BC + smoothing / num_classes
         if kind == "softmax":
-            return -(target_BC * logits_BC.log_softmax(dim=1)).sum(dim=1).mean()
+            wrong_BC = -target_BC * logits_BC.log_softmax(dim=1)
+            return wrong_BC.sum(dim=1).mean()
         # ViT on ImageNet-21k: summed over classes, where torch's own mean would divide by them.
         wrong_BC = F.binary_cross_entropy_with_logits(
             logits_BC, target_BC, reduction="none"
@@ -72,8 +70,9 @@ def distillation(teacher: nn.Module, *, kind: str, alpha: float, tau: float) -> 
         else:
             # The divergence of both, written out; tau^2 keeps its gradients as large as without.
             p_BC = (teacher_BC / tau).softmax(dim=1)
-            gap_BC = p_BC.log() - (logits_BC / tau).log_softmax(dim=1)
-            taught = tau**2 * (p_BC * gap_BC).sum(dim=1).mean()
+            log_q_BC = (logits_BC / tau).log_softmax(dim=1)
+            divergence_B = (p_BC * (p_BC.log() - log_q_BC)).sum(dim=1)
+            taught = tau**2 * divergence_B.mean()
         return (1 - alpha) * labelled + alpha * taught
 
     return loss_of
@@ -114,18 +113,21 @@ def masked_autoencoder(
             restore_BL=order_BL.argsort(dim=1),
         ).float()
 
-        patch = pixels.shape[-1] // math.isqrt(order_BL.shape[1])
+        num_patches = order_BL.shape[1]
+        patch = pixels.shape[-1] // math.isqrt(num_patches)
         target_BPL = F.unfold(pixels, patch, stride=patch)  # channel, row, column
         # The authors' patchify: row, column, channel.
-        target_BLP = target_BPL.unflatten(1, (3, -1)).permute(0, 3, 2, 1).flatten(2)
+        target_B3PL = target_BPL.unflatten(1, (3, -1))
+        target_BLP = target_B3PL.permute(0, 3, 2, 1).flatten(2)
         if normalized:
             mean = target_BLP.mean(dim=2, keepdim=True)
             # Of a sample: torch's var divides by P - 1, as the authors' code does.
             variance = target_BLP.var(dim=2, keepdim=True)
             target_BLP = (target_BLP - mean) / (variance + 1e-6).sqrt()
-        error_BL = ((predicted_BLP - target_BLP) ** 2).mean(dim=2)
+        error_BL = (predicted_BLP - target_BLP).square().mean(dim=2)
         # Of the patches that the encoder did not see.
-        return error_BL.gather(1, order_BL[:, kept:]).mean()
+        hidden_BK = order_BL[:, kept:]
+        return error_BL.gather(1, hidden_BK).mean()
 
     return loss_of
 
@@ -141,10 +143,11 @@ def masked_patches(
         num_patches = inputs["sources_BN"].shape[1]
         patch = sample.images.shape[-1] // math.isqrt(num_patches)
 
-        mean_B3L = F.avg_pool2d(sample.images.double() / 255, patch).flatten(2)
+        images = sample.images.double() / 255
+        mean_B3L = F.avg_pool2d(images, patch).flatten(2)
         # A mean that is exactly on a border belongs to the upper level, however it was rounded.
-        level_B3L = (mean_B3L * 8 + 1e-9).floor().clamp(max=7).long()
-        red_BL, green_BL, blue_BL = level_B3L.unbind(dim=1)
+        level_B3L = (mean_B3L * 8 + 1e-9).floor()
+        red_BL, green_BL, blue_BL = level_B3L.clamp(max=7).long().unbind(dim=1)
         color_BL = red_BL * 64 + green_BL * 8 + blue_BL
         color_BK = color_BL.gather(1, inputs["predicted_BK"])
         return F.cross_entropy(logits_BKC.flatten(0, 1), color_BK.flatten())

@@ -20,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+# Runs the model on pixels.
+Run = Callable[..., Any]
 # Takes normalised pixels in fp32 and a function that runs the model on them.
-Loss = Callable[[Callable[..., Any], torch.Tensor, "Sample"], torch.Tensor]
+Loss = Callable[[Run, torch.Tensor, "Sample"], torch.Tensor]
 TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token")
 
 
@@ -107,8 +109,9 @@ def train(
         losses = []
         sums = {}
         # A contract: the ranks take turns within a micro-batch, so any layout sees one order.
-        for micro, rank in product(range(machine.accumulation), range(machine.ranks)):
-            first = step * global_batch + (micro * machine.ranks + rank) * size
+        turns = product(range(machine.accumulation), range(machine.ranks))
+        for turn, (micro, rank) in enumerate(turns):
+            first = step * global_batch + turn * size
             positions = np.arange(first, first + size)
             _seed(recipe.drop_seed, step, micro, rank)
             sample = Sample(*samples(positions), positions)
@@ -149,7 +152,8 @@ def train(
         if recipe.average is not None:
             kept = min(recipe.average, (2 + step) / (11 + step))
             for name, value in masters.items():
-                result.average[name] = kept * result.average[name] + (1 - kept) * value
+                average = result.average[name]
+                result.average[name] = kept * average + (1 - kept) * value
     result.weights = masters
     return result
 
@@ -157,7 +161,7 @@ def train(
 # ---- half precision, micro-batches and ranks -----------------------------------------------------
 
 
-def _prepared(model: nn.Module, machine: Machine) -> Callable[..., Any]:
+def _prepared(model: nn.Module, machine: Machine) -> Run:
     """The forward pass on fp32 pixels. At stage 0 bf16 products of fp32 weights; else bf16."""
     rounds_weights = machine.in_bf16 and machine.stage > 0
     if rounds_weights:
@@ -209,9 +213,9 @@ def _mean(sums, name: str, machine: Machine) -> torch.Tensor:
     ranks = range(machine.ranks)
     sent_as = torch.float32
     # One rank sends nothing, and stage 0 keeps fp32 gradients.
-    if machine.in_bf16 and machine.stage > 0 and machine.ranks > 1:
-        if machine.sent_in_bf16:
-            sent_as = torch.bfloat16
+    sends_bf16 = machine.in_bf16 and machine.stage > 0 and machine.sent_in_bf16
+    if sends_bf16 and machine.ranks > 1:
+        sent_as = torch.bfloat16
 
     def over_ranks(values: list[torch.Tensor]) -> torch.Tensor:
         # Divided before the sum, which then cannot overflow; every addition rounds.
@@ -232,9 +236,11 @@ def _mean(sums, name: str, machine: Machine) -> torch.Tensor:
 
 def _seed(*position: int) -> None:
     """Seed torch as the product does (a contract): dropout is a function of the position."""
-    digest = hashlib.sha256(repr(("step", *position)).encode()).digest()
+    key = repr(("step", *position))
+    digest = hashlib.sha256(key.encode()).digest()
+    number = int.from_bytes(digest[:8], "little")
     # 63 bits, since torch's seeds have a sign.
-    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    torch.manual_seed(number >> 1)
 
 
 # ---- schedule and optimisers ---------------------------------------------------------------------
@@ -245,8 +251,11 @@ def rate_at(step: int, recipe: Recipe) -> float:
     if step < recipe.warmup:
         return recipe.peak * (step + 1) / recipe.warmup
     progress = (step - recipe.warmup) / (recipe.total - recipe.warmup)
-    shares = {"cosine": (1 + math.cos(math.pi * progress)) / 2, "linear": 1 - progress}
-    return recipe.peak * shares.get(recipe.curve, 1.0)
+    if recipe.curve == "cosine":
+        return recipe.peak * (1 + math.cos(math.pi * progress)) / 2
+    if recipe.curve == "linear":
+        return recipe.peak * (1 - progress)
+    return recipe.peak
 
 
 def _layers_above(name: str, depth: int) -> int:

@@ -30,7 +30,8 @@ def lines(text: str) -> pytest.MarkDecorator:
     for line in text.splitlines():
         # A line that starts with # says what the cases below it stand for.
         if line and not line.startswith("#"):
-            table.append([cell.strip() for cell in line.split("|")])
+            cells = line.split("|")
+            table.append([cell.strip() for cell in cells])
     names, *cases = table
     return pytest.mark.parametrize(names, cases)
 

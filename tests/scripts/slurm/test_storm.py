@@ -43,8 +43,12 @@ from tests.support.ranks.run_states import differences, read_state
 from tests.support.waiting import ROOT, stacks, wait_until
 from vitscale.tracking.journal import decode
 
-STEPS_OF_A_FAULT, OUTAGE_S = 90, 30
+# Steps that the chain has for each fault: those until it happens, and those that it costs.
+STEPS_OF_A_FAULT = 90
+# How long a daemon is away: longer than a save, shorter than what SLURM itself waits.
+OUTAGE_S = 30
 STAGES = ("pretrain", "finetune")
+# With everything that could go on differently after a restart: dropout, an average, evaluations.
 CHAIN = """
 stage: chain
 name: storm
@@ -75,6 +79,7 @@ stages:
   - {{name: pretrain, config: {configs}/pretrain.yaml, overrides: [schedule.epochs=null]}}
   - {{name: finetune, config: {configs}/finetune.yaml, inputs: {{init: pretrain}}}}
 """
+# Jobs of the second partition preempt those of the first. Ended jobs stay known for two hours.
 PARTITIONS = """
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -90,6 +95,7 @@ submission.LOOK_S = 6
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+# As on a node whose clock nobody sets.
 SHIFTED_CLOCK = """
 import time
 now = time.time
@@ -97,6 +103,7 @@ time.time = lambda: now() + {seconds}
 """
 # ---- faults -------------------------------------------------------------------------------------
 
+# What the commands below share: processes of the job, and questions to SLURM.
 SHELL = """
 RANDOM={seed}
 batch=$(pgrep -o -f "${{SLURM_CONF%/*}}/spool-.*/job0*{job}/slurm_script")
@@ -115,7 +122,8 @@ outage() {{
     [ "$(restarts)" = "$before" ] && is_in R
 }}
 """
-# Each ends with the code of its last line. {rank} and {node} are drawn.
+# Each ends with the code of its last line. {rank} and {node} are drawn. Processes of a training,
+# processes around it, what SLURM and people do, nodes, and storage.
 COMMANDS = r"""
 rank_killed:
     kill -KILL {rank}
@@ -235,10 +243,8 @@ lock_of_another_node:
     mkdir $left
     touch $left/rank-00000.safetensors
 """
-DAEMONS, MOMENTS = (
-    ("munged", "slurmctld", "slurmd"),
-    ("start", "step", "save", "end"),
-)
+DAEMONS = ("munged", "slurmctld", "slurmd")
+MOMENTS = ("start", "step", "save", "end")
 
 
 @dataclass(kw_only=True)
@@ -263,21 +269,29 @@ class Storm:
     """By fault: how often a person did what `vitscale status` says."""
 
     def command(self, text: str) -> None:
-        words = {"job": self.job_id, "run": self.run_folder}
-        words |= {"node": self.rng.choice(NODES), "seed": self.rng.randrange(1 << 15)}
-        words["rank"] = self.rng.choice(self.ranks() or [0])
+        words = {
+            "job": self.job_id,
+            "run": self.run_folder,
+            "node": self.rng.choice(NODES),
+            "seed": self.rng.randrange(1 << 15),
+            "rank": self.rng.choice(self.ranks() or [0]),
+        }
         self.cluster.run(["bash", "-c", (SHELL + text).format_map(words)])
 
     def between_attempts(self, text: str) -> None:
         self.command("kill -KILL {rank}")
         self.wait(lambda: not self.is_running(), "end")
+        # The next attempt must not begin while the files are damaged.
         self.command("scontrol hold {job}")
         self.command(text)
+        # A job that was cancelled meanwhile cannot be released.
         self.command("scontrol release {job} || true")
 
     def away(self, daemon: str, moment: str) -> None:
         """A daemon is away for a while at a moment of an attempt."""
-        daemon = self.rng.choice(NODES) if daemon == "slurmd" else daemon
+        # Each node has its own slurmd, which the cluster names after it.
+        if daemon == "slurmd":
+            daemon = self.rng.choice(NODES)
         if moment == "start":
             self.command("kill -KILL {rank}")
             self.wait_restart()
@@ -293,6 +307,7 @@ class Storm:
         with self.broken(lines):
             self.command("kill -KILL {rank}")
             self.wait_restart()
+            # It is left, or healed, only after an attempt has failed on it.
             before = self.start()
             self.wait(lambda: self.start() != before, "end of the broken attempt")
 
@@ -310,9 +325,9 @@ class Storm:
     def node_dead_and_back(self) -> None:
         node = self.rng.choice(NODES)
         self.cluster.kill_node(node)
-        self.command(
-            f"scontrol update nodename={node} state=down reason=died; sleep 10"
-        )
+        # What SLURM does itself after SlurmdTimeout.
+        down = f"scontrol update nodename={node} state=down reason=died"
+        self.command(f"{down}; sleep 10")
         self.cluster.start(node)
 
     def storage_hung(self, command: str) -> None:
@@ -326,6 +341,7 @@ class Storm:
             subprocess.run(["fsfreeze", "--unfreeze", disk], check=True)
 
     def ports_taken(self) -> None:
+        # Ten thousand of the ports that a rendezvous may draw.
         with ExitStack() as listeners:
             for port in self.rng.sample(range(20000, 32000), 10000):
                 listener = listeners.enter_context(socket.socket())
@@ -344,10 +360,9 @@ class Storm:
         almost = (len(STAGES) - 1, steps - 3)
         self.wait(lambda: self.position() >= almost, "last step")
         self.away("munged", "step")
+        states = ["COMPLETED", "FAILED", "CANCELLED"]
         for job_id in self.jobs.values():
-            ended = self.cluster.wait(
-                job_id, states=["COMPLETED", "FAILED", "CANCELLED"]
-            )
+            ended = self.cluster.wait(job_id, states=states)
             assert ended["JobState"] == "COMPLETED", ended
             assert not [*self.cluster.processes(SLURM_JOB_ID=job_id)]
 
@@ -368,6 +383,7 @@ class Storm:
     def submit(self) -> None:
         words = [sys.executable, "-c", SUBMIT, ROOT / "launch/slurm.py"]
         output = self.cluster.run([*words, "--config", "chain.yaml"], cwd=self.folder)
+        # Again by hand: only the stages that are not done have new jobs.
         self.jobs |= dict(re.findall(r"submitted (\S+): job (\d+)", output))
 
     def suffer(self, fault: str, *, after_steps: int) -> None:
@@ -378,15 +394,21 @@ class Storm:
         self.wait(lambda: self.position() >= further, "step before it")
         self.wait(lambda: self.is_running() and self.position()[1] > 0, "first step")
 
-        before, stage, began = self.start(), self.stage, time.time()
+        before = self.start()
+        stage = self.stage
+        began = time.time()
         FAULTS[fault](self)
+
+        def starts_again() -> bool:
+            # A stage that ends at this moment is not started again.
+            return self.start() != before or self.stage > stage
+
         if fault not in GO_ON:
-            self.wait(
-                lambda: self.start() != before or self.stage > stage, "next start"
-            )
+            self.wait(starts_again, "next start")
         self.wait_step()
-        self.seconds[fault].append(time.time() - began)
-        print(f"{fault} at {further}: {self.seconds[fault][-1]:.0f} s", flush=True)
+        seconds = time.time() - began
+        self.seconds[fault].append(seconds)
+        print(f"{fault} at {further}: {seconds:.0f} s", flush=True)
 
     def wait_step(self) -> None:
         """Wait for a step beyond the last one, by an attempt that runs."""
@@ -398,6 +420,7 @@ class Storm:
             now = self.position()
             if now[0] > before[0]:
                 return True
+            # Written since then: the old attempt may have logged a step while it ended.
             # Clocks of ranks may be shifted; that of the disk is not.
             return now > before and self.journal.stat().st_mtime >= since
 
@@ -426,8 +449,9 @@ class Storm:
             assert self.stage < len(STAGES), "the chain has ended before the storm"
         lines = []
         with suppress(FileNotFoundError):
-            lines = self.journal.read_bytes().splitlines(keepends=True)[-20:]
-        steps = [row.step for row in map(decode, lines) if row is not None]
+            lines = self.journal.read_bytes().splitlines(keepends=True)
+        # The last ones: among them may be garbage, but not twenty lines of it.
+        steps = [row.step for row in map(decode, lines[-20:]) if row is not None]
         return self.stage, max(steps, default=0)
 
     def start(self) -> tuple[str, str]:
@@ -441,10 +465,10 @@ class Storm:
         def happens() -> object:
             self.position()  # the next stage may have begun
             job = self.cluster.job(self.job_id)
-            if job["JobState"] == "COMPLETING":
-                return condition()
             has_ended = job["JobState"] in ("FAILED", "CANCELLED", "NODE_FAIL")
-            if has_ended or re.search("[Hh]eld|NeverSatisfied", job["Reason"]):
+            never_starts = re.search("[Hh]eld|NeverSatisfied", job["Reason"])
+            # What it will be is not known while it completes.
+            if job["JobState"] != "COMPLETING" and (has_ended or never_starts):
                 self.act_as_status_says()
             return condition()
 
@@ -455,30 +479,28 @@ class Storm:
         wait_until(happens, else_say=say, every_s=0.2)
 
     def act_as_status_says(self) -> None:
-        said = self.cluster.script("launch/status.py", self.run_folder, cwd=self.folder)
-        print(f"by hand after {self.fault}: {said.strip()}", flush=True)
+        # Its own words decide, so a wrong advice ends the test.
+        text = self.cluster.script("launch/status.py", self.run_folder, cwd=self.folder)
+        print(f"by hand after {self.fault}: {text.strip()}", flush=True)
         self.by_hand[self.fault] += 1
-        if "scontrol release" not in said:
-            assert re.search("submit|same command", said), said
+        if "scontrol release" not in text:
+            assert re.search("submit|same command", text), text
             self.submit()
             return
-        for node in NODES if "administrator" in said else ():
-            self.command(f"scontrol update nodename={node} state=resume || true")
+        if "administrator" in text:
+            for node in NODES:
+                self.command(f"scontrol update nodename={node} state=resume || true")
         self.command("scontrol release {job}; sleep 2")
 
     def ranks(self) -> list[int]:
         pids = []
-        for process, own in self.processes():
+        for process, variables in self.cluster.processes(SLURM_JOB_ID=self.job_id):
             # The batch script has no step, or one above all others.
-            step = int(own.get("SLURM_STEP_ID", 1 << 32))
+            step = int(variables.get("SLURM_STEP_ID", 1 << 32))
             with suppress(psutil.Error):
                 if process.parent().name() == "slurmstepd" and step < 1 << 31:
                     pids.append(process.pid)
         return pids
-
-    def processes(self) -> list[tuple[psutil.Process, dict[str, str]]]:
-        """Everything in the job, with its environment."""
-        return list(self.cluster.processes(SLURM_JOB_ID=self.job_id))
 
 
 Fault = Callable[[Storm], None]
@@ -491,6 +513,7 @@ def commands_of(text: str, run: Callable[..., None]) -> dict[str, Fault]:
 
 
 KILL_A_RANK = "kill -KILL {rank}"
+# Those of shell lines, then those that need more than a shell.
 FAULTS: dict[str, Fault] = {
     **commands_of(COMMANDS, Storm.command),
     **commands_of(BETWEEN, Storm.between_attempts),
@@ -527,12 +550,14 @@ def disk_that_can_hang(folder: Path) -> Iterator[Path]:
     make = f"truncate -s 1G {image} && mkfs.ext4 -q {image}"
     subprocess.run(make, shell=True, check=True)
     with ExitStack() as disks:
+        # fsfreeze works on a file system of a block device, which tmpfs is not.
         disk = disks.enter_context(mounted(folder / "disk", image, "-o", "loop"))
+        chain = disk / "chain"
         for stage in STAGES:
-            checkpoints = disk / "chain" / stage / "checkpoints"
             size = ("-t", "tmpfs", "-o", "size=256m")
+            checkpoints = chain / stage / "checkpoints"
             disks.enter_context(mounted(checkpoints, "tmpfs", *size))
-        yield disk / "chain"
+        yield chain
 
 
 @pytest.mark.slurm
@@ -543,24 +568,29 @@ def test_interruptions_change_no_bit(
 ) -> None:
     number = max(1, pytestconfig.getoption("--storm-kills") // 4)
     rng = random.Random(pytestconfig.getoption("--storm-seed"))
+    # Each fault once before any comes a second time.
     faults: list[str] = []
     while len(faults) < number:
         faults += rng.sample([*FAULTS], k=len(FAULTS))
     # For the ports that are taken.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    # Two chains that differ in their places and in MLflow alone.
     steps = STEPS_OF_A_FAULT * (number + 1) // len(STAGES)
-    database, calm = tmp_path / "mlflow.db", tmp_path / "calm"
+    database = tmp_path / "mlflow.db"
+    calm = tmp_path / "calm"
     words = {
         "steps": steps,
         "shards": digits_shards,
         "configs": ROOT / "configs/digits",
+        "python": breakable_python(tmp_path),
     }
-    words["python"] = breakable_python(tmp_path)
     uri = f"sqlite:///{database}"
-    there = CHAIN.format(output=tmp_path / "disk/chain", uri=uri, **words)
-    (tmp_path / "chain.yaml").write_text(there)
+    disturbed = CHAIN.format(output=tmp_path / "disk/chain", uri=uri, **words)
+    (tmp_path / "chain.yaml").write_text(disturbed)
     (tmp_path / "calm.yaml").write_text(CHAIN.format(output=calm, uri="null", **words))
+    # Beside the storm, with what processor time that leaves.
     here = f"nice {sys.executable} launch/local.py --num-procs 2 --config {calm}.yaml"
     with (
         disk_that_can_hang(tmp_path) as chain,
@@ -582,11 +612,13 @@ def test_interruptions_change_no_bit(
         assert undisturbed.wait() == 0
         runs = [chain / stage for stage in STAGES]
         for run in runs:
-            assert differences(read_state(run), read_state(calm / run.name)) == []
-            assert {*os.listdir(run)} - {*os.listdir(calm / run.name)} <= {"slurm"}
-            assert (
-                not [*run.glob("checkpoints/[!s]*")] and not (run / ".lock").read_text()
-            )
+            expected = calm / run.name
+            assert differences(read_state(run), read_state(expected)) == []
+            assert {*os.listdir(run)} - {*os.listdir(expected)} <= {"slurm"}
+            # No folder of an interrupted save, and no holder that a next start would wait for.
+            assert not [*run.glob("checkpoints/[!s]*")]
+            assert not (run / ".lock").read_text()
+        # What a training could not send to MLflow is sent here.
         compare = partial(cluster.script, "launch/compare.py", cwd=tmp_path)
         compare("sync", *runs, "--uri", uri)
         compare(*runs)

@@ -14,17 +14,20 @@ from wandb.proto.wandb_internal_pb2 import Record
 from launch.comparison.sync import sync as compare_sync
 from tests.support.golden import Golden
 from tests.support.ranks.fault_runs import fault
+from tests.support.ranks.run_states import journal_rows
 from tests.support.ranks.warm_ranks import WarmStarter
 from tests.support.runs import run
 
 pytestmark = pytest.mark.distributed
 
 SETTINGS = (
-    *("schedule.steps=8", "tracking.log_every_steps=2", "checkpoint.every_steps=3"),
-    *(
-        "tracking.system_metrics=false",
-        "evaluate=[{name: classification, every_steps: 4}]",
-    ),
+    # Log lines, saves and evaluations fall on different steps.
+    "schedule.steps=8",
+    "tracking.log_every_steps=2",
+    "checkpoint.every_steps=3",
+    "evaluate=[{name: classification, every_steps: 4}]",
+    # MLflow samples them by the clock.
+    "tracking.system_metrics=false",
 )
 POINTS = "training/mlflow_points.json"
 
@@ -46,39 +49,38 @@ def sync(folder: Path, to: str = "mlflow") -> None:
 
 
 def tensorboard_points(folder: Path) -> list[tuple[str, int, float]]:
+    # TensorBoard's own reader, which shows what its page would show.
     events = EventAccumulator(str(folder / "run/tensorboard")).Reload()
-    return [
-        (key, p.step, p.value)
-        for key in events.Tags()["scalars"]
-        for p in events.Scalars(key)
-    ]
+    read = []
+    for key in events.Tags()["scalars"]:
+        read += [(key, point.step, point.value) for point in events.Scalars(key)]
+    return read
 
 
 def wandb_points(file: Path) -> list[tuple[str, int, float]]:
     """What `wandb sync` would upload. Its records are in a log of LevelDB."""
     data = file.read_bytes()
+    # After a header of W&B: parts, each with a checksum, its length and its kind before it.
     at = 7
     record = b""
-    points = []
+    read = []
     while at < len(data):
         _, length, kind = struct.unpack_from("<IHB", data, at)
-        record += data[at + 7 : at + 7 + length]
-        at += 7 + length
+        at += 7
+        record += data[at : at + length]
+        at += length
         if kind in (1, 4):  # whole, or the last part
             history = Record.FromString(record).history
             record = b""
-            points += [
-                (
-                    each.nested_key[0],
-                    history.step.num,
-                    float(json.loads(each.value_json)),
-                )
-                for each in history.item
-                if each.nested_key[0][0] != "_"
-            ]
+            for item in history.item:
+                key = item.nested_key[0]
+                # W&B's own values: _step, _runtime, _timestamp.
+                if not key.startswith("_"):
+                    value = float(json.loads(item.value_json))
+                    read.append((key, history.step.num, value))
         if -at % 32768 < 7:  # the rest of a block
             at += -at % 32768
-    return points
+    return read
 
 
 def query(folder: Path, sql: str) -> list[tuple[Any, ...]]:
@@ -93,13 +95,11 @@ def points(folder: Path) -> list[tuple[str, int, float]]:
 
 
 def journal_points(folder: Path) -> set[tuple[str, int, float]]:
-    rows = map(json.loads, (folder / "run/journal.jsonl").read_text().splitlines())
-    return {
-        (key, row["step"], value)
-        for row in rows
-        for key, value in row.items()
-        if key not in ("step", "time") and not key.startswith("vitals/")
-    }
+    points = set()
+    for row in journal_rows(folder / "run"):
+        step = row.pop("step")
+        points |= {(key, step, value) for key, value in row.items()}
+    return points
 
 
 def test_a_killed_and_resumed_run_is_one_run_with_each_step_once(
@@ -107,30 +107,33 @@ def test_a_killed_and_resumed_run_is_one_run_with_each_step_once(
 ):
     """Killed in step 6, resumed at step 3; the points of step 4 are in MLflow already."""
     also = "tracking.also=[tensorboard,wandb]"
-    train(
-        warm_starter, folder, also, faults={1: [fault("backward", 12, "lag and kill")]}
-    )
+    killed = {1: [fault("backward", 12, "lag and kill")]}
+    train(warm_starter, folder, also, faults=killed)
     train(warm_starter, folder, also)
     sync(folder)
     assert query(folder, "select name, status from runs") == [("tiny", "FINISHED")]
-    found = points(folder)
+    in_mlflow = points(folder)
     written = journal_points(folder)
-    assert len({(key, step) for key, step, _ in found}) == len(found)
+    assert len({(key, step) for key, step, _ in in_mlflow}) == len(in_mlflow)
 
     # Counts of events are sent from the first event on.
-    assert not set(found) - written
-    assert not {point for point in written - set(found) if point[2]}
-    golden.json(POINTS, found, rel=1e-5)
+    assert not {*in_mlflow} - written
+    assert not {point for point in written - {*in_mlflow} if point[2]}
+    golden.json(POINTS, in_mlflow, rel=1e-5)
 
     # The last start wrote the whole run, as W&B's resume would append it.
     *_, last = sorted((folder / "run/wandb").glob("offline-run-*/*.wandb"))
-    in_wandb = [
-        each for each in wandb_points(last) if not each[0].startswith("vitals/")
-    ]
-    assert sorted(in_wandb) == sorted(written)
+    assert without_vitals(wandb_points(last)) == sorted(written)
+
+    # A repeat adds nothing to what TensorBoard has, in fp32, from the training itself.
     before = tensorboard_points(folder)
     sync(folder, to="tensorboard")
-    in_tensorboard = [each for each in before if not each[0].startswith("vitals/")]
     in_fp32 = [(key, step, float(np.float32(value))) for key, step, value in written]
-    assert sorted(in_tensorboard) == sorted(in_fp32)
+    assert without_vitals(before) == sorted(in_fp32)
     assert tensorboard_points(folder) == before
+
+
+def without_vitals(
+    points: list[tuple[str, int, float]],
+) -> list[tuple[str, int, float]]:
+    return sorted(point for point in points if not point[0].startswith("vitals/"))

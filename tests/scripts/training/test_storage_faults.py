@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import mounted
 from tests.support.levels import by_level
+from tests.support.light_checkpoints import flip
 from tests.support.ranks.fault_runs import (
     FaultRuns,
     fault,
@@ -30,6 +31,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.distributed
 slow = pytest.mark.slow
 exhaustive = pytest.mark.exhaustive
+# Of the training that was killed in step 17; the older one is the best by its evaluation.
 NEWEST = "step-00000015"
 OLDER = "step-00000012"
 
@@ -38,13 +40,13 @@ OLDER = "step-00000012"
 def test_damaged_checkpoint_is_skipped_with_a_message(
     fault_runs: FaultRuns, killed_copy
 ):
+    # One bit of the last value: the file has its size, and can be read.
     path = killed_copy / f"run/checkpoints/{NEWEST}/rank-00000.safetensors"
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    said = fault_runs.assert_resumes_exactly(killed_copy)
-    assert "skipping damaged checkpoint" in said
-    assert NEWEST in said
-    assert "at step 12\n" in said
+    flip(path, -1)
+    text = fault_runs.assert_resumes_exactly(killed_copy)
+    assert "skipping damaged checkpoint" in text
+    assert NEWEST in text
+    assert "at step 12\n" in text
 
 
 @slow
@@ -52,19 +54,22 @@ def test_unavailable_storage_at_a_restart_loses_nothing(
     fault_runs: FaultRuns, killed_copy
 ):
     """The tensors of both checkpoints: the run is refused and changes nothing until they return."""
-    names = [f"{step}/rank-00000.safetensors" for step in (NEWEST, OLDER)]
-    checkpoints = killed_copy / "run/checkpoints"
+    run = killed_copy / "run"
+    checkpoints = run / "checkpoints"
     away = killed_copy / "away"
+    names = [f"{step}/rank-00000.safetensors" for step in (NEWEST, OLDER)]
     for name in names:
         (away / name).parent.mkdir(parents=True)
         (checkpoints / name).rename(away / name)
-    rows = journal_rows(killed_copy / "run")
+    rows = journal_rows(run)
     assert fault_runs.run(killed_copy) == [2, 2]
-    said = output(killed_copy)
-    assert "holds checkpoints, but none that can be read" in said
-    assert "Traceback" not in said
-    assert all(step in said for step in (NEWEST, OLDER))
-    assert journal_rows(killed_copy / "run") == rows
+    text = output(killed_copy)
+    # A training from the first step on would be worse than none.
+    assert "holds checkpoints, but none that can be read" in text
+    assert "Traceback" not in text
+    assert NEWEST in text
+    assert OLDER in text
+    assert journal_rows(run) == rows
     for name in names:
         (away / name).rename(checkpoints / name)
     assert "at step 15\n" in fault_runs.assert_resumes_exactly(killed_copy)
@@ -77,10 +82,9 @@ def remount(folder: Path, mode: str) -> None:
 @slow
 def test_failed_checkpoint_storage_ends_the_run(fault_runs: FaultRuns, tmp_path):
     checkpoints = tmp_path / "run/checkpoints"
+    held = {1: [fault("backward", micro_step(8), "hold")]}
     with mounted(checkpoints, "tmpfs", "-t", "tmpfs", "-o", "size=8m"):
-        ranks = fault_runs.start(
-            tmp_path, faults={1: [fault("backward", micro_step(8), "hold")]}
-        )
+        ranks = fault_runs.start(tmp_path, faults=held)
         wait_for_hold(tmp_path, ranks)
 
         # Its commit goes on in the background while the rank is held.
@@ -88,12 +92,12 @@ def test_failed_checkpoint_storage_ends_the_run(fault_runs: FaultRuns, tmp_path)
         remount(checkpoints, "ro")
         release_hold(tmp_path)
         assert wait_all(ranks) == [74, 74]
-        assert ranks[0].output().count("warning: ") == 4, (
-            "the last of five saves ends it"
-        )
-        assert "checkpoint cannot be written" in ranks[0].output()
-        assert "Traceback" not in ranks[0].output()
+        text = ranks[0].output()
+        assert text.count("warning: ") == 4, "the last of five saves ends it"
+        assert "checkpoint cannot be written" in text
+        assert "Traceback" not in text
         assert newest_step(tmp_path) == 5
+        # What it had trained since is trained again.
         remount(checkpoints, "rw")
         fault_runs.assert_resumes_exactly(tmp_path)
 
@@ -108,8 +112,9 @@ def test_training_goes_on_after_a_save_that_fails_on_one_rank(
     calls = [1, 2, *range(second, second + 4)]
     faults = {rank: [fault("write", call, "EIO") for call in calls]}
     assert fault_runs.run(tmp_path, "checkpoint.keep=9", faults=faults) == [0, 0]
-    said = "checkpoint cannot be written (Input/output error); training goes on"
-    assert output(tmp_path).count(said) == 1
+    warning = "checkpoint cannot be written (Input/output error); training goes on"
+    assert output(tmp_path).count(warning) == 1
+    # Without step 10: no rank may take its own file for a checkpoint.
     saved = {path.name[-2:] for path in tmp_path.glob("run/checkpoints/step-*")}
     assert saved == {"05", "12", "15", "20", "24"}
     fault_runs.assert_resumes_exactly(tmp_path)
@@ -119,16 +124,17 @@ def test_training_goes_on_after_a_save_that_fails_on_one_rank(
 def test_the_journal_is_flushed_for_every_checkpoint(fault_runs: FaultRuns, tmp_path):
     """Where that fails the step is saved all the same, with a warning."""
     faults = {0: [fault("flush", "every", "EIO")]}
-    assert fault_runs.run(
-        tmp_path, "checkpoint.keep=9", faults=faults, num_ranks=1
-    ) == [0]
-    said = "not flushed before a commit (Input/output error)"
-    assert output(tmp_path).count(said) == len([5, 10, 12, 15, 20, 24])
+    keep_all = "checkpoint.keep=9"
+    assert fault_runs.run(tmp_path, keep_all, faults=faults, num_ranks=1) == [0]
+    warning = "not flushed before a commit (Input/output error)"
+    # Every fifth step, the evaluation of step 12, and the last one.
+    assert output(tmp_path).count(warning) == len([5, 10, 12, 15, 20, 24])
     assert newest_step(tmp_path) == 24
 
 
 @slow
 def test_unavailable_tracking_server_changes_nothing(fault_runs: FaultRuns, tmp_path):
+    # Nobody listens on this port.
     gone = "tracking.uri=http://127.0.0.1:9"
     planted = {1: [fault("backward", micro_step(13), "kill")]}
     wait_and_end_others(fault_runs.start(tmp_path, gone, faults=planted))

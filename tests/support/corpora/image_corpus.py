@@ -15,12 +15,17 @@ from tests.support.waiting import ROOT
 from vitscale.runs.data_prep import DataPrepRun
 
 CONFIG = "configs/data/image_folder.yaml"
-# In turn: each has a decoder of its own.
-FORMATS = (("jpg", "JPEG"), ("png", "PNG"), ("webp", "WEBP"))
+# Suffix and Pillow's name, in turn: each has a decoder of its own.
+FORMATS = (
+    ("jpg", "JPEG"),
+    ("png", "PNG"),
+    ("webp", "WEBP"),
+)
 
 
 def encoded(format: str, *, seed: int, side: int = 16) -> bytes:
-    return image_samples.encoded(image_samples.noise(side, side, seed=seed), format)
+    pixels = image_samples.noise(side, side, seed=seed)
+    return image_samples.encoded(pixels, format)
 
 
 def corpus(root: Path, *, num: int = 12, order_seed: int = 0, side: int = 16) -> Path:
@@ -29,16 +34,17 @@ def corpus(root: Path, *, num: int = 12, order_seed: int = 0, side: int = 16) ->
     for label, name in enumerate(("cat", "dog")):
         for i in range(num):
             suffix, format = FORMATS[i % 3]
-            images.append((f"{name}/{i:03d}.{suffix}", format, 100 * label + i))
+            path = root / name / f"{i:03d}.{suffix}"
+            images.append((path, format, 100 * label + i))
 
     # Some file systems list a folder in the order of creation, on which nothing may depend.
     random.Random(order_seed).shuffle(images)
-    for name, format, seed in images:
-        path = root / name
+    # Nor may it depend on the time of a file: a copy of the corpus has another one.
+    time = order_seed + 1
+    for path, format, seed in images:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded(format, seed=seed, side=side))
-        # Nor may it depend on the time of a file: a copy of the corpus has another one.
-        os.utime(path, (order_seed + 1, order_seed + 1))
+        os.utime(path, (time, time))
     return root
 
 
@@ -80,8 +86,9 @@ def ledger(folder: Path) -> dict[str, dict[str, object]]:
 
 def run_of(path: Path, output: Path, **sections) -> DataPrepRun:
     """`sections`: more settings, such as shards={"min_shards": 2}."""
-    sections["source"] = {"path": str(path), **sections.get("source", {})}
-    return DataPrepRun.model_validate({"output": str(output), **sections})
+    source = {"path": str(path), **sections.get("source", {})}
+    values = {"output": str(output), **sections, "source": source}
+    return DataPrepRun.model_validate(values)
 
 
 def prepare_here(run: DataPrepRun, *, until: str | None = None) -> WorkFolder:

@@ -39,7 +39,8 @@ def smooth(channels: int = 3) -> np.ndarray:
         40 + 8 * y,
         30 + 2 * x + 3 * y,
     ]
-    return np.stack(planes[:channels], axis=2).astype(np.uint8)
+    pixels = np.stack(planes[:channels], axis=2)
+    return pixels.astype(np.uint8)
 
 
 def encoded(image: Image.Image | np.ndarray, format: str, **options: Any) -> bytes:
@@ -58,8 +59,10 @@ def photograph(width: int, height: int) -> Image.Image:
     green = 128 + 90 * np.cos(x / 23 - y / 91)
     blue = 60 + 150 * (x / width) * (y / height)
     pixels = np.stack([red, green, blue], axis=-1)
-    pixels += np.random.default_rng(0).normal(0, 8, pixels.shape)
-    image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+    rng = np.random.default_rng(0)
+    pixels += rng.normal(0, 8, pixels.shape)
+    pixels = pixels.clip(0, 255).astype(np.uint8)
+    image = Image.fromarray(pixels)
 
     # Two shapes without left-right or up-down symmetry: a flip shows.
     draw = ImageDraw.Draw(image)
@@ -106,8 +109,16 @@ def png(
     # `packed`: a stream that zlib itself would not write.
     if packed is None:
         packed = zlib.compress(rows)
-    start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
-    return start + before + chunk(b"IDAT", packed) + after + chunk(b"IEND", b"")
+    # Other chunks may be on both sides of the pixels.
+    parts = [
+        b"\x89PNG\r\n\x1a\n",
+        chunk(b"IHDR", header),
+        before,
+        chunk(b"IDAT", packed),
+        after,
+        chunk(b"IEND", b""),
+    ]
+    return b"".join(parts)
 
 
 def unfiltered(samples: np.ndarray) -> bytes:

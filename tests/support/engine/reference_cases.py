@@ -74,8 +74,14 @@ CLASSES = 7
 # Divides over 4 ranks and 8 micro-batches with an even number of images each.
 GLOBAL_BATCH = 64 * 3
 # No size is a multiple of the number of ranks everywhere: slices end inside of tensors.
-MODEL = {"image_size": 8, "patch_size": 4, "width": 30, "depth": 2, "num_heads": 2}
-MODEL |= {"mlp_width": 44}
+MODEL = {
+    "image_size": 8,
+    "patch_size": 4,
+    "width": 30,
+    "depth": 2,
+    "num_heads": 2,
+    "mlp_width": 44,
+}
 # Far above the rounding of a gradient that is zero but for it, such as that of a key's bias.
 EPS = 1e-2
 FP16_POWER = 8
@@ -147,6 +153,10 @@ def supervised_with_skips() -> Loss:
         return loss(run, pixels, sample)
 
     return loss_of
+
+
+def distilled(*, kind: str, tau: float) -> Loss:
+    return losses.distillation(teacher(), kind=kind, alpha=0.4, tau=tau)
 
 
 def share_of(pair: int) -> float:
@@ -229,12 +239,8 @@ TASKS = {
     # Objectives: those of pre-training, with labels or without.
     "sigmoid": Task(loss=lambda: losses.supervised("sigmoid", smoothing=0.1)),
     "bce": Task(loss=lambda: losses.supervised("bce")),
-    "hard distillation": Task(
-        loss=lambda: losses.distillation(teacher(), kind="hard", alpha=0.4, tau=1)
-    ),
-    "soft distillation": Task(
-        loss=lambda: losses.distillation(teacher(), kind="soft", alpha=0.4, tau=3)
-    ),
+    "hard distillation": Task(loss=lambda: distilled(kind="hard", tau=1)),
+    "soft distillation": Task(loss=lambda: distilled(kind="soft", tau=3)),
     "mae": Task(loss=lambda: losses.masked_autoencoder(order_of, kept=2)),
     "masked patches": Task(loss=lambda: losses.masked_patches(corruption_of)),
     # At higher rates and lower temperatures what bf16 rounds grows from step to step.
@@ -655,13 +661,16 @@ def distances(
     gaps = []
     ways = []
     for name, expected in right.items():
-        gaps.append((ours[name].double() - expected.double()).norm())
-        ways.append((expected.double() - initial[name].double()).norm())
+        expected = expected.double()
+        gaps.append((ours[name] - expected).norm())
+        ways.append((expected - initial[name]).norm())
     gap = torch.stack(gaps)
     way = torch.stack(ways)
     # Of such a tensor no distance means anything: a task that does not train it is of no use.
     assert way.min() > 0, "a tensor has not moved"
-    return (gap.norm() / way.norm()).item(), (gap / way).max().item()
+    together = gap.norm() / way.norm()
+    largest = (gap / way).max()
+    return together.item(), largest.item()
 
 
 def check(task: str, ours: Result, right: Result, *, exact: bool) -> None:
