@@ -522,7 +522,8 @@ def test_an_evaluated_checkpoint_is_a_model_of_mlflow(
     run = evaluation(tmp_path / "x", tmp_path, [{"name": "classification"}])
     run = run.model_copy(update={"tracking": tracking, "name": "a.b-evaluation"})
     Path(run.folder).mkdir()
-    with open_tracker(run, model, WORLD) as tracker:
+    val = SimpleNamespace(title="s/test, 8 images, 0123")
+    with open_tracker(run, model, val, WORLD) as tracker:
         tracker.log({"val/top1": 0.75, "val/loss": 0.5}, step=20)
     if is_job:
         monkeypatch.setenv("SLURM_JOB_ID", "1")
@@ -540,6 +541,8 @@ def test_an_evaluated_checkpoint_is_a_model_of_mlflow(
         stored["a.b-evaluation"].info.run_id, "val/top1"
     )
     assert [point.value for point in history] == [0.75]
+    # By it comparisons know how many images an accuracy is of.
+    assert stored["a.b-evaluation"].data.tags["vitscale.val_data"] == val.title
     for logged in models:
         assert (logged.name, logged.status) == ("a-b-evaluation-20", "READY")
         assert logged.source_run_id == stored["a.b"].info.run_id
