@@ -36,7 +36,7 @@ from vitscale.evaluation.linear_heads import LinearHeads
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.evaluation.trained_model import SourceRun, TrainedModel, open_model
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
-from vitscale.tracking.mlflow_sync import MlflowRun, read_record
+from vitscale.tracking.mlflow_sync import VAL_DATA_TAG, MlflowRun, read_record
 from vitscale.tracking.settings import sqlite_path
 from vitscale.tracking.tracker import Tracker
 
@@ -112,7 +112,7 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
 
     with (
         run_folder_lock(folder, world=world),
-        open_tracker(run, model, world) as tracker,
+        open_tracker(run, model, subject.val, world) as tracker,
     ):
         # Files of an evaluation that is no longer in the list would look like its results.
         if world.is_first:
@@ -243,7 +243,9 @@ def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str
     }
 
 
-def open_tracker(run: EvaluateRun, model: TrainedModel, world: World) -> Tracker:
+def open_tracker(
+    run: EvaluateRun, model: TrainedModel, val: SplitIndex, world: World
+) -> Tracker:
     """Open the MLflow run of an evaluation, a child of the training in the same store.
 
     Collective.
@@ -257,7 +259,7 @@ def open_tracker(run: EvaluateRun, model: TrainedModel, world: World) -> Tracker
             settings=run.tracking,
             name=run.name,
             stage=run.stage,
-            tags={"vitscale.evaluated": model.source},
+            tags={"vitscale.evaluated": model.source, VAL_DATA_TAG: val.title},
             resume_step=-1,
             is_writer=world.is_first,
             origin=None if model.run is None else str(model.run.folder),

@@ -69,7 +69,7 @@ def check_head(model: TrainedModel) -> None:
         raise UserError(
             "this model has no head, so it predicts no classes",
             where=model.source,
-            next_step="fine-tune it with vitscale finetune, and give that run",
+            next_step="make a classifier of it by vitscale evaluate own_features, or finetune own",
         )
 
 
@@ -142,7 +142,7 @@ def _refuse_unread(num: int, total: int) -> None:
         raise UserError(
             f"{num:,} of {total:,} could not be read",
             where="images",
-            next_step="repair or remove them; all others were predicted",
+            next_step="repair or remove them; those that could be read were predicted",
         )
 
 

@@ -136,7 +136,8 @@ class ModelRun(Run):
 
 
 class EvaluationData(Section):
-    """The shards that a model is evaluated on. Its preprocessing comes with the model."""
+    """data.path=SHARDS: the shards that a model is evaluated on. Its preprocessing comes with the
+    model."""
 
     path: str
     """Shard folder or its URL, as `data.path` of a training."""

@@ -18,9 +18,9 @@ try:
     from launch.chains.settings import ChainRun
     from launch.jobs.preparation import LaunchableRun, check_job, prepare_job
     from launch.jobs.processes import StopFlag, run_here
-    from launch.planning.dry_run import check_here
+    from launch.planning.dry_run import check_device, check_here
     from vitscale.config.errors import UserError, run_script
-    from vitscale.distributed.processes import num_cores, num_gpus
+    from vitscale.distributed.processes import num_gpus
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -58,6 +58,8 @@ def main() -> None:
     check_job(run, num_tasks=num_procs, cluster="local")
     if is_dry_run:
         print(plan_here(run, num_procs))
+        # The plan of a run for GPUs is of use without one, too.
+        check_device(run)
         return
     # What is missing is an error here, before a rank imports torch or the run has a folder.
     check_here(run, num_procs=num_procs)
@@ -69,16 +71,9 @@ def main() -> None:
 
 def plan_here(run: LaunchableRun, num_procs: int) -> str:
     """The run, its plan on this machine, and the checks that need no rank. Writes nothing."""
-    from launch.planning.dry_run import as_table, describe, run_checks
+    from launch.planning.dry_run import as_table, describe, on_this_machine, run_checks
 
-    sizes = {
-        "nodes": 1,
-        "tasks_per_node": num_procs,
-        "gpus_per_node": num_gpus(),
-        "cpus_per_task": max(1, num_cores() // num_procs),
-    }
-    launch = run.launch.model_copy(update=sizes)
-    here = run.model_copy(update={"launch": launch})
+    here = on_this_machine(run, num_procs)
     return f"{describe(here)}\n\n# Checks\n{as_table(run_checks(here))}"
 
 

@@ -93,6 +93,8 @@ def list_samples(folder: Path) -> pa.Table:
 
     Path, class and hash in the source are those of the ledger. Raises UserError.
     """
+    # First, since it says what is wrong with a folder that has no shards.
+    manifest = read_manifest(folder)
     table = pq.read_table(
         folder / INDEX_NAME,
         columns=["split", "key", "blake3", "shard", "offset", "length"],
@@ -102,7 +104,7 @@ def list_samples(folder: Path) -> pa.Table:
     table = table.take(np.argsort(in_train, kind="stable")).combine_chunks()
     # The paths of tars repeat, so each is stored once.
     shards = table["shard"].cast(pa.string()).combine_chunks().dictionary_encode()
-    tars = tar_files(folder, read_manifest(folder), shards.dictionary.to_pylist())
+    tars = tar_files(folder, manifest, shards.dictionary.to_pylist())
     files = pa.DictionaryArray.from_arrays(
         shards.indices, pa.array(map(os.fsencode, tars))
     )

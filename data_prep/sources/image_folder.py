@@ -79,10 +79,9 @@ class ImageFolder(Source):
             elif not names:
                 num = len(_images_in(folder))
                 raise UserError(
-                    f"{str(folder)!r} has no class folders, but {num} image files",
+                    f"{str(folder)!r} has no class folders, and {num} image files of its own",
                     where=key_of(split, settings),
-                    allowed="one sub-folder of images per class",
-                    next_step="make one folder per class there, and put its images inside; or set "
+                    next_step="make one folder of images per class there; or set "
                     "source.val_labels to a list of their classes, leave the folder out by "
                     "source.splits, or make shards without labels: labels.values=none",
                 )

@@ -36,11 +36,11 @@ BUDGET = re.compile(
 SAME = 1e-3
 # A total that went through division may be off by so much.
 ROUNDING = 1e-9
-# What people change first comes first: keys, or beginnings of keys.
+# What people change first comes first: keys, or groups of keys.
 IMPORTANT = """
-    init model.name model.preset model.image_size model.patch_size model.width model.depth model.
-    objective. data.path data.train_split data.first_percent data. optim.name optim.lr optim.
-    schedule. engine.precision engine. seed
+    init. model.name. model.preset. model.image_size. model.patch_size. model.width. model.depth.
+    model. objective. data.path. data.train_split. data.first_percent. data. optim.name. optim.lr.
+    optim. schedule. engine.precision. engine. seed.
 """.split()
 
 
@@ -192,7 +192,9 @@ def compare(
 
 def importance(key: str) -> tuple[int, str]:
     """Sort key of a setting: what people change first comes first."""
-    places = (place for place, start in enumerate(IMPORTANT) if key.startswith(start))
+    places = (
+        place for place, start in enumerate(IMPORTANT) if f"{key}.".startswith(start)
+    )
     return next(places, len(IMPORTANT)), key
 
 

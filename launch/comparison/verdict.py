@@ -16,7 +16,6 @@ from launch.comparison.differences import (
     spread,
 )
 from launch.comparison.report import (
-    ABSENT,
     format_point,
     format_spent,
     format_spread,
@@ -61,8 +60,8 @@ def verdict(comparison: Comparison) -> Iterator[str]:
     if len(ranked) > 1:
         yield from _against_second(comparison, line, ranked, at)
     # Of a single way its steps say all.
-    for side in ranked:
-        if len(ranked) == 1 and not steps:
+    elif not steps:
+        for side in ranked:
             yield f"{side.label} has {line.key} {side.text}{at}."
     yield from steps[:MAX_SENTENCES]
 
@@ -126,8 +125,12 @@ def _against_second(
         changes.pop("seed", None)
     reasons = []
     for key in sorted(changes, key=importance):
-        ours, theirs = (shorten(text or ABSENT) for text in changes[key])
-        reasons.append(f"{key} ({ours}, not {theirs})")
+        absent = "random weights" if key == "init" else "none"
+        ours, theirs = (
+            absent if text in (None, "null") else shorten(str(text))
+            for text in changes[key]
+        )
+        reasons.append(f"{key} ({ours} against {theirs})")
     if reasons:
         yield f"They differ in {_few(reasons)}."
 

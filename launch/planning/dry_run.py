@@ -42,7 +42,7 @@ from vitscale.data.remote import location_of
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set, open_val_split
 from vitscale.data.webdataset import check_shares, tars_of_split
-from vitscale.distributed.processes import num_gpus
+from vitscale.distributed.processes import num_cores, num_gpus
 from vitscale.engine.settings import BUCKET_ELEMENTS
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.models.costs import memory_estimate
@@ -621,7 +621,13 @@ def check_here(run: LaunchableRun, *, num_procs: int) -> None:
 
 def on_this_machine(run: LaunchableRun, num_procs: int) -> LaunchableRun:
     """The run with the launch section of a local start, where shards must be there."""
-    launch = run.launch.model_copy(update={"nodes": 1, "tasks_per_node": num_procs})
+    sizes = {
+        "nodes": 1,
+        "tasks_per_node": num_procs,
+        "gpus_per_node": num_gpus(),
+        "cpus_per_task": max(1, num_cores() // num_procs),
+    }
+    launch = run.launch.model_copy(update=sizes)
     return run.model_copy(update={"launch": launch})
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from vitscale.config.errors import PASSING, UserError, not_read
+from vitscale.config.redaction import redact
 from vitscale.config.text_files import read_text
 from vitscale.data.remote import (
     Location,
@@ -153,6 +154,14 @@ class SplitIndex:
     @property
     def num_samples(self) -> int:
         return len(self.label)
+
+    @property
+    def title(self) -> str:
+        """Name, size and fingerprint, by which runs say what they read."""
+        name = "/".join(redact(str(self.folder)).rstrip("/").split("/")[-2:])
+        return (
+            f"{name}/{self.split}, {self.num_samples:,} images, {self.fingerprint[:12]}"
+        )
 
     def subset(self, rows: np.ndarray, *, name: str) -> SplitIndex:
         """Select samples. rows: increasing. name: becomes part of the fingerprint."""

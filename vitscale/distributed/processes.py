@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from vitscale.config.errors import EXIT_FAILED, FailureKind, UserError, run_script
@@ -137,6 +138,11 @@ def descendants(pid: int) -> list[int]:
         return []
 
 
+@cache  # Once: a command imports in several steps.
+def _say_loading() -> None:
+    print("loading libraries, which may take a minute", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def quick_imports() -> Iterator[None]:
     """Import without searching for garbage, which takes a fifth of the time of torch's imports.
@@ -144,8 +150,7 @@ def quick_imports() -> Iterator[None]:
     It is said where it takes long, as from a cold disk.
     """
     gc.disable()
-    text = "loading libraries, which may take a minute"
-    late = threading.Timer(LATE_S, print, [text], {"file": sys.stderr, "flush": True})
+    late = threading.Timer(LATE_S, _say_loading)
     late.start()
     try:
         yield

@@ -23,8 +23,8 @@ BETTER = {
 # The first of these that was measured counts, then any other of val/.
 PREFERRED = (
     "val/top1",
-    "val/knn_top1",
     "val/linear_top1",
+    "val/knn_top1",
     "val/class_mean_top1",
     "val/loss",
 )

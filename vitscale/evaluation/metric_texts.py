@@ -15,8 +15,8 @@ TITLES = dict(
     line.strip().split(": ")
     for line in """\
     val/top1: Accuracy
-    val/knn_top1: Accuracy of nearest neighbours
     val/linear_top1: Accuracy of a linear head
+    val/knn_top1: Accuracy of nearest neighbours
     val/loss: Loss on validation images
     train/loss: Loss on training images
     val/top5: Accuracy in five guesses
@@ -33,7 +33,7 @@ TITLES = dict(
 # Metrics that are shares of a whole, by the end of their name.
 SHARES = ("top1", "top5", "accuracy", "ece", "data_wait", "mfu")
 # Those of them that count right images, so that chance has a known size.
-COUNTED = ("val/top1", "val/knn_top1", "val/linear_top1", "val/top5")
+COUNTED = "val/top1 val/linear_top1 val/knn_top1 val/top5".split()
 # Their number in the tag that names the evaluated images.
 NUM_IMAGES = re.compile(r", ([\d,]+) images")
 

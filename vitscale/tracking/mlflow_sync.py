@@ -632,7 +632,7 @@ def origin_line(tags: Mapping[str, str], *, time_s: float) -> str:
     """When, from which commit, on which data and by whom a run was made, in one line."""
     parts = [time.strftime("%Y-%m-%d", time.localtime(time_s))]
     if code := tags.get(CODE_TAG):
-        parts.append(f"commit {code}")
+        parts.append(f"code {code}")
     if data := tags.get(DATA_TAG):
         parts.append(data)
     if user := tags.get("mlflow.user"):

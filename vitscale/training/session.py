@@ -610,20 +610,16 @@ def _read_index(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
 
 def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str]:
     """Name, size and fingerprint of what a run reads."""
-
-    def described(index: SplitIndex) -> str:
-        folder = redact(str(index.folder)).rstrip("/").split("/")[-2:]
-        name = "/".join([*folder, index.split])
-        return f"{name}, {index.num_samples:,} images, {index.fingerprint[:12]}"
-
-    parts = [described(part) for part in data.parts]
+    parts = [part.title for part in data.parts]
     # Tars without an index are named by their folder: they have no fingerprint.
-    for tar in data.tars[:1]:
-        parts.append(f"{redact(str(tar.parent))}, {data.num_samples:,} images")
+    parts += [
+        f"{redact(str(tar.parent))}, {data.num_samples:,} images"
+        for tar in data.tars[:1]
+    ]
 
     tags = {DATA_TAG: "; ".join(parts)}
     if val_index is not None:
-        tags[VAL_DATA_TAG] = described(val_index)
+        tags[VAL_DATA_TAG] = val_index.title
     return tags
 
 

@@ -95,7 +95,7 @@ REFUSED = r"""
 - [image_folder, a/c/1.jpg, "", {splits: {test: b}}, "test.*no such folder"]
 - [image_folder, a/c/1.jpg, a, {splits: {test: ../a}}, "test.*is outside"]
 - [image_folder, a/c/1.jpg, "", {splits: {x: a, y: a/c}}, share files]
-- [image_folder, 1.jpg, "", {}, "no class folders, but 1 image.*source.val_labels"]
+- [image_folder, 1.jpg, "", {}, "no class folders, and 1 image.*source.val_labels"]
 - - image_folder
   - a/train/1.jpg a/test/2.jpg b/1.jpg
   - ""

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe
@@ -21,6 +22,7 @@ import pytest
 
 from tests.support.tables import every, rows
 from tests.support.waiting import wait_until
+from vitscale.distributed import processes
 from vitscale.distributed.fork_server import (
     ENVIRONMENT,
     SIGNALS,
@@ -201,6 +203,16 @@ def test_garbage_is_collected_after_imports_that_fail():
         importlib.import_module("no_such_module")
     assert gc.isenabled()
     assert gc.get_freeze_count()
+    gc.unfreeze()
+
+
+def test_slow_imports_are_told_once(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(processes, "LATE_S", 0.0)
+    processes._say_loading.cache_clear()
+    for _ in range(2):
+        with quick_imports():
+            time.sleep(0.01)
+    assert capsys.readouterr().err.count("loading libraries") == 1
     gc.unfreeze()
 
 

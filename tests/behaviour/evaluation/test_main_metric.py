@@ -13,6 +13,7 @@ from vitscale.evaluation.main_metric import score_of
 - [{val/top1: 0.5, val/loss: 1.0, val/knn_top1: 0.9, val/ece: 0.1}, val/top1]
 - [{val/loss: 1.0, val/knn_top1: 0.9}, val/knn_top1]
 - [{val/subset_top1: 0.9, val/loss: 1.0}, val/loss]
+- [{val/linear_top1: 0.8, val/knn_top1: 0.9}, val/linear_top1]
 - [{val/subset_error: 0.1, val/subset_top1: 0.9}, val/subset_top1]
 - [{val/top1: .nan, val/loss: 1.0}, val/loss]
 - [{val/top1: 0.9, val/loss: 1.0, val/ema_top1: 0.8, val/ema_loss: 2.0}, val/ema_top1]

@@ -618,7 +618,8 @@ def test_an_evaluated_checkpoint_is_a_model_of_mlflow(
     run = evaluation(tmp_path / "x", tmp_path, [{"name": "classification"}])
     run = run.model_copy(update={"tracking": tracking, "name": "a.b-evaluation"})
     Path(run.folder).mkdir()
-    with open_tracker(run, model, WORLD) as tracker:
+    val = SimpleNamespace(title="s/test, 8 images, 0123")
+    with open_tracker(run, model, val, WORLD) as tracker:
         tracker.log({"val/top1": 0.75, "val/loss": 0.5}, step=20)
 
     # Jobs of a cluster cannot share a database in a file, so they send nothing to it.
@@ -633,6 +634,12 @@ def test_an_evaluated_checkpoint_is_a_model_of_mlflow(
     run_ids = {run.info.run_name: run.info.run_id for run in client.search_runs(ids)}
     history = client.get_metric_history(run_ids["a.b-evaluation"], "val/top1")
     assert [point.value for point in history] == [0.75]
+
+    # By it comparisons know how many images an accuracy is of.
+    (evaluated,) = [
+        run for run in client.search_runs(ids) if run.info.run_name != "a.b"
+    ]
+    assert evaluated.data.tags["vitscale.val_data"] == val.title
 
     models = client.search_logged_models(ids)
     assert len(models) == (not is_job)

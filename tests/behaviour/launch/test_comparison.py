@@ -233,7 +233,7 @@ def test_only_differing_parameters_are_listed() -> None:
     names = "schedule.steps data.path model.image_size seed optim.lr evaluate init_patch init"
     one = logged({}, **dict.fromkeys(names.split(), "a"))
     two = logged({}, **dict.fromkeys(names.split(), "b"))
-    order = "init init_patch model.image_size data.path optim.lr schedule.steps seed evaluate"
+    order = "init model.image_size data.path optim.lr schedule.steps seed evaluate init_patch"
     listed = [key for key, _ in compare([one, two]).params]
     assert listed == order.split()
 
@@ -425,7 +425,17 @@ def test_the_verdict_names_the_best_run_and_why() -> None:
         logged({"val/loss": 0.3, "val/top1": 0.75}, label="b", lr="2", name="b"),
     )
     assert text.splitlines()[0] == "b is best: val/top1 75.0 %; next is a, 50.0 %."
-    assert "They differ in lr (2, not 1)." in text
+    assert "They differ in lr (2 against 1)." in text
+
+    # A run that has no such key, or none of its own, says so in words.
+    text = verdict(
+        run("a", [0.7], **{"init": "runs/x", "optim.ema": "0.9"}),
+        run("b", [0.6], **{"init": "null", "init_patch": "same"}),
+    )
+    assert (
+        "differ in init (runs/x against random weights), optim.ema (0.9 against none), "
+        "init_patch (none against same)." in text
+    )
 
     text = verdict(run("a", [0.5]), run("b", [0.5]))
     assert text.startswith("a and b are equal: val/top1 50.0 %.")
@@ -445,7 +455,7 @@ def test_the_verdict_names_the_best_run_and_why() -> None:
         "high-0 and 1 more is best: val/top1 65.0 % ± 7.1 %; next is low-0 and 1 more"
         in text
     )
-    assert "differ in lr (2, not 1)." in text
+    assert "differ in lr (2 against 1)." in text
     assert "within the spread of the seeds (49.5 %)" in text
 
 
@@ -726,7 +736,7 @@ def test_evaluations_are_not_ranked_beside_trainings() -> None:
     # It has the best value, maybe on other images, and settings of its own.
     assert verdict(*every).split("\n")[:-1] == [
         "b is best: val/top1 60.0 %; next is a, 50.0 %.",
-        "They differ in lr (b, not a).",
+        "They differ in lr (b against a).",
     ]
     assert compare(every).params == (("lr", (None, "a", "b")),)
     assert compare(every, axis="samples").runs == (a, b)

@@ -229,6 +229,11 @@ def test_shards_are_made_and_trained_on_without_copies(made, tmp_path):
     assert left == kept - {f"val-cat-{number}" for number in range(len(COPIES))}
 
 
+def test_a_folder_without_shards_is_refused(tmp_path):
+    for place in (tmp_path, tmp_path / "missing"):
+        assert "correct the path" in find(place, rc=2)
+
+
 def test_a_list_of_other_images_is_refused(made, tmp_path):
     source, shards = made
     find(shards, "--output", tmp_path / "found")

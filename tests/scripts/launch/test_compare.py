@@ -84,7 +84,7 @@ def test_text_and_report_show_differences(root):
     assert "@import" not in text
     assert "url(" not in text
     assert best in text
-    assert "They differ in optim.lr (0.01, not 0.001)." in text
+    assert "They differ in optim.lr (0.01 against 0.001)." in text
     assert "Loss on training images <code>train/loss</code>" in text
     assert "<h3>Attention of a 7</h3>" in text
     assert "data:image/png;base64" in text

@@ -3,7 +3,7 @@
 import re
 import sys
 
-from launch.planning.dry_run import slurm_check
+from launch.planning.dry_run import has_gpu, slurm_check
 from tests.scripts.launch.conftest import FakeSlurm
 from tests.support.golden import Golden
 from tests.support.tables import every
@@ -235,3 +235,11 @@ def test_refusals_are_short_and_complete(slurm: FakeSlurm):
     for nodes, error in wrong.items():
         assert error in slurm.call(*command, *free, f"launch.nodes={nodes}", code=2)
     assert not (slurm.folder / "runs/other").exists()
+
+
+def test_a_plan_for_a_gpu_says_that_this_machine_has_none(slurm: FakeSlurm):
+    command = ("launch/local.py", "--dry-run", "--config", "run.yaml")
+    assert "# Checks" in slurm.call(*command, "engine.device=cpu")
+    if not has_gpu():
+        planned = slurm.call(*command, "engine.device=cuda", code=2)
+        assert "cuda needs a GPU" in planned

@@ -29,7 +29,7 @@ def fetch(init: str, *, key: str) -> tuple[Path, str]:
     where = f"{key}={init}"
     # A repository may also have pickles and code, which are never fetched.
     patterns = [*WEIGHTS, *DESCRIPTIONS, "model-*.safetensors"]
-    with hub_errors(name, where=where):
+    with hub_errors(name, where=where, then=f"; or set {key} to a file or folder"):
         folder = Path(
             snapshot_download(name, revision=revision or None, allow_patterns=patterns)
         )
