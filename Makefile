@@ -78,7 +78,8 @@ test: install
 fast-tests: install
 	$(PYTEST) -m "not slow and not exhaustive"
 
-# The slow ones only.
+# The slow ones only. They wait more than they compute, so three files run at a time.
+test-all: WORKERS = 3
 test-all: install
 	$(PYTEST) -m "slow and not exhaustive"
 
