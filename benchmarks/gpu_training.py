@@ -175,6 +175,7 @@ def main() -> None:
         "--total-mib", type=float, default=700, help="images are repeated"
     )
     parser.add_argument("--steps", type=int, default=20, help="of each loop and round")
+
     # Only defaults change, so what is given with --toy still counts.
     if parser.parse_args().toy:
         parser.set_defaults(rounds=2, steps=2, total_mib=1)

@@ -132,6 +132,7 @@ def measure_pixels(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
             *("--workers", options.workers, "--images", options.check_images),
             fresh=not options.toy,
         )
+
         results[decoder] = result
         print(
             f"{decoder:12} {result['images']} images, {result['identical']} identical; PSNR median "
@@ -233,6 +234,7 @@ def parse_arguments() -> argparse.Namespace:
         "--check-images", type=int, default=512, help="to compare with Pillow"
     )
     parser.set_defaults(noise={})
+
     # Only defaults change, so what is given with --toy still counts.
     if parser.parse_args().toy:
         parser.set_defaults(
@@ -245,6 +247,7 @@ def parse_arguments() -> argparse.Namespace:
             noise={"width": 160, "height": 120, "num": 8},
         )
     options = parser.parse_args()
+
     # Without enlarging: an image of 32 pixels is trained on at 32.
     options.side = options.png_side or SIDE
     return options

@@ -73,6 +73,7 @@ def main() -> None:
     )
     parser.add_argument("--search", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+
     if arguments.search:
         report_search(arguments.search)
     elif arguments.scale:

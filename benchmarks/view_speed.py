@@ -71,6 +71,7 @@ def ours(task: Task, *, views: tuple[dict[str, Any], ...]) -> Iterator[Any]:
             "views": views,
         }
     )
+
     loader = training_batches(
         open_training_set(settings, seed=SEED),
         settings=settings,

@@ -92,6 +92,7 @@ def _reference(data: bytes, *, epoch: int, sample: int, side: int) -> torch.Tens
     # Part and view are 0: there is one set of shards, and each image is seen once in an epoch.
     draw = Draw(0, epoch, sample, 0)
     random = CounterRandom(augmentation_key(SEED, draw))
+
     # Pillow decodes all pixels here: no part of the decoder under test is used.
     decoded = crops.decode(data)
     height, width = decoded.shape[:2]
@@ -102,6 +103,7 @@ def _reference(data: bytes, *, epoch: int, sample: int, side: int) -> torch.Tens
         aspect=ASPECT,
         random=random,
     )
+
     # After the box: both take from one counter, so their order is part of the recipe.
     flip = random.uniform() < 0.5
     request = crops.CropRequest(
