@@ -128,10 +128,10 @@ def run_ranks(work: Path, size: int, *, num_ranks: int, rounds: int) -> dict[str
     # Without the launcher: nothing but the ranks should use the cores that are measured.
     processes = []
     for rank in range(num_ranks):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        own_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         process = subprocess.Popen(
             command,
-            env=os.environ | world | place,
+            env=os.environ | world | own_variables,
             stdout=subprocess.PIPE,
             text=True,
         )

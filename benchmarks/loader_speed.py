@@ -85,8 +85,10 @@ def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
         source.root, shards, "images.check=header", shard_mib=options.shard_mib
     )
     run_command(make_shards)
-    find_entry_points = ["data_prep/verify_shards.py", shards, "--entry-points"]
-    run_command([sys.executable, *find_entry_points])
+    # With entry points, which users make by this command.
+    run_command(
+        [sys.executable, "data_prep/verify_shards.py", shards, "--entry-points"]
+    )
 
     # What make_shards rejects would be missing for all loaders, without a word.
     num = read_split(shards, split="train").num_samples
@@ -204,7 +206,7 @@ def print_rates(runs: dict[str, list[dict[str, float]]]) -> None:
         start_s = median(run["start_s"] for run in runs[name])
         print(
             f"{name:18} {low:6.0f} {median(rates[name]):7.0f} {high:6.0f} {start_s:15.2f}  "
-            f"{ratio(rates[name], rates[first])} {contender.what}"
+            f"{ratio(rates[name], rates[first])} {contender.title}"
         )
 
     # DECODERS begins with the fastest, which a machine may lack.

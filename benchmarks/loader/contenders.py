@@ -286,7 +286,7 @@ def spdl(task: Task) -> Batches:
 @dataclass(frozen=True, slots=True)
 class Contender:
     make: Callable[[Task], Batches]
-    what: str
+    title: str
     needs: str = "torch"
     """Python module that it needs; left out without it."""
     in_our_order: bool = True

@@ -208,12 +208,12 @@ def test_shards_are_made_and_trained_on_without_copies(made, tmp_path):
     text = make_shards(source, again, SPLITS, *CHECKS, f"source.leave_out={table}")
 
     # The ledger says why each is missing, and of which image it is a copy.
-    found = rows_of(tmp_path / "found")
+    duplicates = rows_of(tmp_path / "found")
     rows = ledger(again)
-    assert rows.keys() == found.keys()
+    assert rows.keys() == duplicates.keys()
     for path, row in rows.items():
-        assert row["reason"] == (None if found[path]["keep"] else "left_out"), path
-        assert row["detail"] == found[path]["copy_of"], path
+        assert row["reason"] == (None if duplicates[path]["keep"] else "left_out"), path
+        assert row["detail"] == duplicates[path]["copy_of"], path
     num = len(rows)
     num_kept = NUM_PICTURES + len(COPIES)
     assert f"{num} inputs = {num_kept} kept + {num - num_kept} rejected" in text
@@ -225,7 +225,7 @@ def test_shards_are_made_and_trained_on_without_copies(made, tmp_path):
     data = {"path": str(shards), "global_batch": 2, "only_keys": str(keys)}
     (part,) = open_training_set(DataSettings.model_validate(data), seed=0).parts
     left = set(sample_keys(part, range(part.num_samples)))
-    kept = {row["key"] for row in found.values() if row["keep"]}
+    kept = {row["key"] for row in duplicates.values() if row["keep"]}
     assert left == kept - {f"val-cat-{number}" for number in range(len(COPIES))}
 
 

@@ -199,12 +199,12 @@ def test_what_is_pushed_comes_back_in_equal_bits(
     assert "| val/top1 |" in card
     assert "the average of the weights (val/ema" not in card
 
-    own = load_model(run)
+    model = load_model(run)
     pixels = torch.rand(2, 3, 12, 12)
     with torch.no_grad():
-        assert torch.equal(load_model(HF)(pixels), own(pixels))
+        assert torch.equal(load_model(HF)(pixels), model(pixels))
         theirs = timm.create_model("hf-hub:own/Tiny", pretrained=True).eval()
-        assert torch.allclose(theirs(pixels), own(pixels), atol=1e-5)
+        assert torch.allclose(theirs(pixels), model(pixels), atol=1e-5)
 
     # With an empty cache, and then from what the run itself has kept.
     from_hub = ("of-hub", f"init={HF}", "keep_head=true")

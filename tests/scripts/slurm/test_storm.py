@@ -461,7 +461,7 @@ class Storm:
     def is_running(self) -> bool:
         return self.cluster.job(self.job_id)["JobState"] == "RUNNING"
 
-    def wait(self, condition: Callable[[], object], what: str) -> None:
+    def wait(self, condition: Callable[[], object], event: str) -> None:
         def happens() -> object:
             self.position()  # the next stage may have begun
             job = self.cluster.job(self.job_id)
@@ -474,7 +474,7 @@ class Storm:
 
         def say() -> str:
             running = stacks(self.ranks())
-            return f"no {what} ({self.fault})\n{self.cluster.logs()}\n{running}"
+            return f"no {event} ({self.fault})\n{self.cluster.logs()}\n{running}"
 
         wait_until(happens, else_say=say, every_s=0.2)
 

@@ -72,10 +72,10 @@ def stored_shards(golden: Golden, tmp_path_factory: pytest.TempPathFactory) -> N
 def test_training(golden: Golden, name: str) -> None:
     data = settings(TRAINING[name])
     batches = rank_batches_of(data, stop=NUM_BATCHES * BATCH, image_size=SIZE)
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for step, batch in enumerate(batches):
         entry: dict[str, Any] = {"images": rows(batch)}
-        found.append(entry)
+        entries.append(entry)
         # Mixing is not the loader's: the training does it, on the device.
         if data.mixing is not None:
             mixed = mix_batch(
@@ -91,7 +91,7 @@ def test_training(golden: Golden, name: str) -> None:
             entry["mix_lambda"] = mixed.mix_lambda.tolist()
             # Mixed pixels are not whole numbers, and processors round them differently.
             entry["mixed_mean"] = mixed.images.mean(dim=(1, 2, 3)).tolist()
-    golden.json(f"training/batches/{name}.json", found, rel=1e-5)
+    golden.json(f"training/batches/{name}.json", entries, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", EVALUATION)
@@ -108,9 +108,9 @@ def test_evaluation(golden: Golden, name: str) -> None:
         micro_batch=BATCH,
         pin_memory=False,
     )
-    found = []
+    entries = []
     for batch in batches:
         # Weight 0 is what pads the last batch.
         weights = batch.weights.tolist()
-        found.append({"images": rows(batch), "weights": weights})
-    golden.json(f"training/batches/{name}.json", found)
+        entries.append({"images": rows(batch), "weights": weights})
+    golden.json(f"training/batches/{name}.json", entries)

@@ -130,8 +130,8 @@ class WarmRank:
     def wait(self, *, timeout_s: float) -> int:
         code = self.poll(wait_s=timeout_s)
         if code is None:
-            what = f"rank {self.rank} (pid {self.pid}) still runs; log: {self.log}"
-            raise TimeoutError(f"{what}\n{stacks(session_of(self.pid))}")
+            message = f"rank {self.rank} (pid {self.pid}) still runs; log: {self.log}"
+            raise TimeoutError(f"{message}\n{stacks(session_of(self.pid))}")
         return code
 
     def send_signal(self, number: int) -> None:
