@@ -16,7 +16,14 @@ from vitscale.evaluation.trained_model import TrainedModel
 from vitscale.models.weights.names import FUSED, Tensors
 from vitscale.models.weights.reading import DESCRIPTION, FORMAT_VERSION
 
-PHOTO = 'image = Image.open("PHOTO.jpg").convert("RGB")\n'
+# Python that opens a photograph as `predict` does. With convert("RGB") alone, Pillow would show
+# the hidden colours of transparent pixels, and lay a photograph of a telephone on its side.
+PHOTO = """\
+# Upright, and white where it is transparent.
+image = ImageOps.exif_transpose(Image.open("PHOTO.jpg")).convert("RGBA")
+white = Image.new("RGBA", image.size, "white")
+image = Image.alpha_composite(white, image).convert("RGB")
+"""
 
 
 def in_vitscale(model: TrainedModel) -> str:
@@ -29,7 +36,8 @@ def in_vitscale(model: TrainedModel) -> str:
         )
     return (
         "import vitscale\nfrom PIL import Image\n"
-        f'model = vitscale.load_model("FOLDER")\n{PHOTO}{apply}'
+        'model = vitscale.load_model("FOLDER")\n'
+        f'image = Image.open("PHOTO.jpg")\n{apply}'
     )
 
 

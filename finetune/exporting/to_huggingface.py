@@ -107,7 +107,8 @@ class HuggingFaceFormat(Format):
             best = "model.config.id2label[outputs.logits.argmax().item()]"
         more = "".join(f", {key}={value}" for key, value in _options(model).items())
         return (
-            f"from PIL import Image\nfrom transformers import AutoImageProcessor, {kind}\n"
+            "from PIL import Image, ImageOps\n"
+            f"from transformers import AutoImageProcessor, {kind}\n"
             f'model = {kind}.from_pretrained("FOLDER"{more})\n'
             'processor = AutoImageProcessor.from_pretrained("FOLDER")\n'
             f'{PHOTO}outputs = model(**processor(image, return_tensors="pt"))\nprint({best})\n'

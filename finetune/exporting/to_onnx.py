@@ -97,7 +97,7 @@ class OnnxFormat(Format):
         elif model.num_classes:
             best += ".argmax()"
         return (
-            "import json, numpy, onnxruntime\nfrom PIL import Image\n"
+            "import json, numpy, onnxruntime\nfrom PIL import Image, ImageOps\n"
             f"{PHOTO}{_resize(model.preprocessing)}"
             'session = onnxruntime.InferenceSession("FOLDER/model.onnx")\n'
             f'({_output(model)},) = session.run(None, {{"images": images}})\n'

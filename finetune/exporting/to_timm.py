@@ -67,7 +67,7 @@ class TimmFormat(Format):
         elif not model.num_classes:
             best = "outputs"
         return (
-            "import timm\nfrom PIL import Image\n"
+            "import timm\nfrom PIL import Image, ImageOps\n"
             'model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()\n'
             "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))\n"
             f"{PHOTO}outputs = model(transform(image)[None])\nprint({best})\n"

@@ -24,7 +24,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from vitscale.config.errors import UserError, UserErrors, did_you_mean, nearest
+from vitscale.config.errors import (
+    UserError,
+    UserErrors,
+    did_you_mean,
+    nearest,
+    not_read,
+)
 from vitscale.config.packaged import find_config, similar_configs
 from vitscale.config.redaction import flatten
 from vitscale.config.section import (
@@ -276,12 +282,11 @@ def _read_file(path: str, *, where: str | None) -> Source:
         what = f"there is no {what} {name}"
         raise UserError(what, where=where, next_step=step) from None
     except OSError as error:
-        what = f"cannot be read: {error.strerror}"
-        step = None
+        step = "give a YAML file, or a name that vitscale configs lists"
         # The folder of a run is a likely mistake, and its configuration what was meant.
         if os.path.exists(os.path.join(path, "config.yaml")):
             step = f"resume this run by its settings: {shown_path(path)}/config.yaml"
-        raise UserError(what, where=where or name, next_step=step) from None
+        raise not_read(error, where or name, next_step=step) from None
     except UnicodeDecodeError:
         raise UserError("is not UTF-8 text", where=where or name) from None
 

@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from vitscale.config.errors import PASSING, StorageError, UserError
+from vitscale.config.errors import UserError, not_read
 
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -20,9 +20,8 @@ def read_named(file: str, *, where: str) -> bytes:
     try:
         return Path(file).expanduser().read_bytes()
     except OSError as error:
-        what = f"{file!r} cannot be read ({error.strerror or error})"
-        kind = StorageError if error.errno in PASSING else UserError
-        raise kind(what, where=where) from None
+        where = f"{where}={file}"
+        raise not_read(error, where, next_step="correct the path") from None
 
 
 def read_text(file: str, *, where: str) -> str:

@@ -152,7 +152,7 @@ def test_any_text_gives_values_or_errors(text):
 - ["base: [a.yaml]\n", "b.yaml:1: base: ['a.yaml'] is a list"]
 - ["# card\nbase: A.yml\n", "b.yaml:2: base: there is no file A.yml"]
 - ["base: no/a.yaml\n", "b.yaml:1: base: there is no file no/a.yaml"]
-- ["base: .\n", "b.yaml:1: base: cannot be read: Is a directory"]
+- ["base: .\n", "b.yaml:1: base: cannot be read (Is a directory)"]
 """)
 def test_unreadable_file_is_one_error(here, text, message):
     (here / "b.yaml").write_bytes(text.encode("latin1"))

@@ -615,7 +615,7 @@ UNFIT = r"""
 - [set, dev_percent, 1.0, "1 % of 20 training samples is 0, .* none to evaluate"]
 - [set, dev_percent, 99.0, none to train on.*a share of 1 to 19 samples]
 - [set, only_keys, unknown.txt, "none of the 20 samples.*such as 'train-c0-0'"]
-- [set, only_keys, missing.txt, "data.only_keys: .*cannot be read"]
+- [set, only_keys, missing.txt, "data.only_keys=.*missing.txt: cannot be read .No such file.*next"]
 - [set, only_keys, binary.txt, cannot be read]
 """
 

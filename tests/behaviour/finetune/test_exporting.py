@@ -16,16 +16,18 @@ import pytest
 import timm
 import torch
 import yaml
-from PIL import Image
+from PIL import Image, ImageOps
 
 from finetune.exporting.folder import EXPORTS, check_packages
+from finetune.exporting.format import PHOTO as OPEN_PHOTO
 from finetune.settings import ExportRun
-from tests.support.corpora.image_samples import encoded, photograph
+from tests.support.corpora.image_samples import encoded, photograph, rotated
 from tests.support.engine.small_models import export, images_of, off_by, small_model
 from tests.support.tables import Values, every, refused, rows
 from vitscale.data.settings import DataSettings
 from vitscale.evaluation.samples import EvaluationResize
 from vitscale.evaluation.trained_model import SourceRun, open_model
+from vitscale.images.plain import rgb_pixels
 from vitscale.models.weights.reading import read_weights
 from vitscale.tracking.journal import Journal
 
@@ -374,6 +376,19 @@ def test_timm_makes_the_same_pixels(tmp_path, resize, interpolation):
         pixels = timm_pixels(folder, Image.open(io.BytesIO(data)))
         difference = (pixels - own_pixels(how, data)).abs().max()
         assert difference <= 1, (width, height)
+
+
+def test_cards_open_photographs_as_predict_does(tmp_path, monkeypatch):
+    """Transparent pixels have hidden colours, and the picture lies on its side."""
+    monkeypatch.chdir(tmp_path)
+    shape = (20, 30, 4)
+    noise = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    Image.fromarray(noise).save("PHOTO.jpg", "PNG", exif=rotated(6))
+    names = {"Image": Image, "ImageOps": ImageOps}
+    exec(OPEN_PHOTO, names)
+    seen = np.asarray(names["image"], np.int16)
+    assert seen.shape == (30, 20, 3)
+    assert abs(seen - rgb_pixels(Image.open("PHOTO.jpg"))).max() <= 1
 
 
 @every(resize="squash, center_crop, squash_crop", to="timm, huggingface")
