@@ -260,6 +260,7 @@ class TimmLoop:
             **sizes,
         )
         model.to(task.device)
+
         optim = task.run.optim
         self.optimizer = create_optimizer_v2(
             model,
@@ -271,9 +272,11 @@ class TimmLoop:
         )
         self.parameters = list(model.parameters())
         self.model: Any = model
+
         # As --torchcompile does, the whole model; ours compiles block by block.
         if compiled:
             self.model = torch.compile(model)
+
         # As timm's prefetcher keeps them: a value for each channel, in the units of the pixels.
         shape = (1, 3, 1, 1)
         self.mean = torch.full(shape, 255 * MEAN, device=task.device)
