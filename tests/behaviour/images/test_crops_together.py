@@ -56,7 +56,7 @@ def several(draw: st.DrawFn) -> tuple[bytes, list[CropRequest]]:
 
 
 @pytest.mark.parametrize("name", list(FORMS))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(case=several())
 def test_each_crop_has_the_pixels_of_pillow(
     name: str, case: tuple[bytes, list[CropRequest]]
