@@ -147,7 +147,7 @@ def _runs_table(comparison: Comparison) -> Table:
             point = comparison.decisive(line)[place]
             cells.append(_marked(line, comparison.decisive(line))[place])
             bounds = [ABSENT]
-            for share in shares(line.key, run.val_data, point.value):
+            for share in shares(line.key, run.val_data, *finite([point])):
                 bounds = [f"{100 * bound:.1f}" for bound in share.interval()]
             cells.append(" to ".join(bounds))
             cells.append(format_point(line.key, line.best[place], with_place=True))

@@ -117,8 +117,6 @@ def _against_second(
     chance = _chance(line.key, run, first.over.mean, other, second.over.mean)
     if chance:
         yield f"The difference is {chance}."
-    if run.val_data and other.val_data and run.val_data != other.val_data:
-        yield f"They were evaluated on different images: {run.val_data}; {other.val_data}."
 
     changes = changed_settings(run.params, other.params, purpose="result")
     if first.over.deviation is not None or second.over.deviation is not None:
@@ -153,10 +151,10 @@ def _chance(
     key: str, run: ComparedRun, value: float, other: ComparedRun, other_value: float
 ) -> str:
     """How the difference of two results compares with chance; empty where that is unknown."""
+    if run.val_data and other.val_data and run.val_data != other.val_data:
+        return f"of different images ({run.val_data}; {other.val_data})"
     found = shares(key, run.val_data, *sorted([value, other_value]))
-    if not found or run.val_data != other.val_data:
-        return ""
-    return difference(*found)
+    return difference(*found) if found else ""
 
 
 def _few(words: Sequence[str]) -> str:

@@ -25,8 +25,8 @@ NUM_VIEWS = 2
 
 class SimclrSettings(NamedSection):
     name: Literal["simclr"] = "simclr"
-    """Each of two views of an image is recognised among those of all other images in the
-    micro-batches of all ranks, without labels. Chen et al. 2020. Metric: `train/view_accuracy`, the
+    """Each of two views of an image is recognised among those of all other images of the global
+    batch, without labels; none is accumulated. Chen et al. 2020. Metric: `train/view_accuracy`, the
     share of views whose nearest one is of the same image."""
     temperature: float = Field(default=0.1, gt=0)
     """Cosines are divided by it; 0.1 is the best of 0.05 to 1 in table 5."""
@@ -52,8 +52,8 @@ class Simclr(Objective):
         if num_views != NUM_VIEWS or sizes != {run.model.image_size}:
             yield (
                 "data.views",
-                f"simclr compares {NUM_VIEWS} views of the model's image size, not {num_views}; "
-                "set data.views=[{name: global, count: 2}]",
+                f"simclr compares {NUM_VIEWS} views of the model's {run.model.image_size} px, not "
+                f"{num_views} of {sorted(sizes)}; set data.views=[{{name: global, count: 2}}]",
             )
 
     def extend_model(self, model: Any, arch: Any) -> None:

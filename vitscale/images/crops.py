@@ -103,6 +103,9 @@ def open_image(
 def decode(data: bytes) -> torch.Tensor:
     """Decode to RGB pixels, uint8 [H, W, 3]. Raises like `open_image`."""
     with open_image(data) as image:
+        # Pillow would cut each value off at 255; data preparation scales them.
+        if image.mode.startswith(("I", "F")):
+            raise ValueError("more than 8 bits a channel")
         return torch.from_numpy(np.array(image.convert("RGB")))
 
 

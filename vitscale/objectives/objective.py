@@ -44,8 +44,7 @@ class Objective:
     reads_views: ClassVar[bool] = False
     """Whether `loss` reads `batch.views`, the views that `data.views` names."""
     couples: ClassVar[bool] = False
-    """Whether `loss` compares images of a micro-batch, on all ranks: their number is then part of
-    what is trained, and a resume must keep it."""
+    """Whether `loss` compares the images of a global batch, of all ranks: none is accumulated."""
 
     def __init__(self, settings: Any, *, seed: int) -> None:
         """settings: an instance of `Settings`. seed: the run's, for draws by position."""
@@ -67,6 +66,11 @@ class Objective:
             )
         if run.data.views and run.data.mixing is not None:
             yield ("data.mixing", "mixes single images; set it to null")
+        if self.couples and run.data.repeats > 1:
+            yield (
+                "data.repeats",
+                "an image would be compared with itself; set it to 1",
+            )
         if self.trains_classifier:
             return
 
@@ -90,6 +94,33 @@ class Objective:
                     f"{evaluation.name} needs a classifier, which {self.settings.name} does not "
                     "train; remove it, or take knn where there are labels",
                 )
+
+    def check_batch(self, run: TrainingRun, *, share: int, num_samples: int) -> None:
+        """Raise UserError where images that are compared do not come together, or come twice.
+
+        share: images of a global batch on each rank. num_samples: of an epoch.
+        """
+        if not self.couples:
+            return
+        batch = run.data.global_batch
+        name = self.settings.name
+        if not 1 < batch <= num_samples:
+            raise UserError(
+                f"{name} compares {batch} images of {num_samples}, each with all others",
+                where="data.global_batch",
+                allowed=f"2 to {num_samples}",
+                next_step="change it; a larger one would have some images twice",
+            )
+
+        largest = run.engine.max_micro_batch
+        if share > largest:
+            raise UserError(
+                f"{name} compares all {batch} images of a global batch, {share} a rank; "
+                f"accumulated micro-batches of {largest} would not see each other",
+                where="engine.max_micro_batch",
+                allowed=f"at least {share}; or at least {-(-batch // largest)} ranks",
+                next_step="raise it, take more ranks, or lower data.global_batch",
+            )
 
     def evaluations(self, run: TrainingRun) -> tuple[SettingsBase, ...]:
         """The evaluations of `run`: those it names, else classification if there is a head."""

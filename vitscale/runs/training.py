@@ -107,8 +107,10 @@ class TrainingRun(Run):
             what = f"exceeds the peak optim.lr {self.optim.lr}"
             yield ("schedule.final_lr", f"{schedule.final_lr} {what}")
 
-        for key, bound in {"crop_area": ", at most 1", "crop_aspect": ""}.items():
-            low, high = getattr(data, key)
+        ranges = [("crop_area", data.crop_area), ("crop_aspect", data.crop_aspect)]
+        ranges += [("views", data.of_view(view).crop_area) for view in data.views]
+        for key, (low, high) in ranges:
+            bound = "" if key == "crop_aspect" else ", at most 1"
             if not 0 < low <= high or (bound and high > 1):
                 yield (
                     f"data.{key}",
@@ -258,6 +260,8 @@ def training_plan(
             "at least 2",
             next_step="change one of these, or set data.mixing=null",
         )
+
+    run.make_objective().check_batch(run, share=share, num_samples=num_samples)
 
     # Exactly one of `steps` and `epochs` is set.
     total = schedule.steps or max(1, int((schedule.epochs or 0) * num_samples) // batch)

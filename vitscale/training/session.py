@@ -193,8 +193,6 @@ class TrainingSession:
         agreed = self.objective.prepare(
             classes=self.data.classes, world=self.world, engine=run.engine
         )
-        if self.objective.couples:
-            agreed["coupled_images"] = world_size * self.plan.micro_batch
         self._description = compatibility_key(run, self.arch, self.data, agreed)
 
     def _open_checkpoints(self, stack: ExitStack) -> Checkpoint | None:

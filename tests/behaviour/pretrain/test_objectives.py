@@ -52,7 +52,10 @@ MASKING = pytest.mark.parametrize(
 )
 # Settings that an objective needs on the model of the tests of resuming.
 NEEDED = {
-    "simclr": ("data.views=[{name: global, count: 2}]",),
+    "simclr": (
+        "data.views=[{name: global, count: 2}]",
+        "engine.max_micro_batch=64",
+    ),
     "distillation": ("model.distillation_token=true",),
     "mae": (
         "objective.decoder_width=16",

@@ -103,7 +103,7 @@ class Task:
     skips: bool = False
     """Whether every second micro-batch, so some ranks at a time, leaves out a block."""
     couples: bool = False
-    """Whether the loss compares the images of a micro-batch of all ranks."""
+    """Whether the loss compares the images of a global batch, of which none is accumulated."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
 
 
@@ -303,6 +303,7 @@ ALL = {
     name_of(task, machine): (task, machine)
     for task, machine in product(TASKS, MACHINES)
     if machine.stage in TASKS[task].stages
+    and not (TASKS[task].couples and machine.accumulation > 1)
     and not (task == "sgd" and machine.in_bf16 and machine.ranks > 2)
 }
 
