@@ -1,5 +1,6 @@
 """Views of an image: each is a function of its key, whatever the others are, on any layout."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,13 @@ import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.data.loader import Batch, start_loader_server, training_batches
-from vitscale.data.samples import Augmentation, TrainingSamples, view_shapes
+from vitscale.data.order import Draw
+from vitscale.data.samples import (
+    Augmentation,
+    TrainingSamples,
+    augmentation_key,
+    view_shapes,
+)
 from vitscale.data.settings import DataSettings, data_problems
 from vitscale.data.training_set import open_training_set
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
@@ -158,3 +165,77 @@ def test_an_unreadable_image_is_replaced_in_all_views(shards, monkeypatch):
 def test_two_views_of_one_name_are_refused(shards):
     settings = settings_of(shards, views=(GLOBAL, GLOBAL))
     assert [key for key, _ in data_problems(settings)] == ["data.views"]
+
+
+def test_each_part_repeat_and_crop_has_a_key_of_its_own():
+    """A repeat with the crops of another one would be the same image twice."""
+    places = list(product(range(3), range(3), range(3)))
+    draws = [(Draw(part, 1, 7, repeat), number) for part, repeat, number in places]
+    keys = [augmentation_key(SEED, draw, number) for draw, number in draws]
+    assert len(set(keys)) == len(places)
+
+    # All three are in the key of any crop but the first.
+    for key, place in zip(keys, places, strict=True):
+        if place[2]:
+            assert key == stream_key("augment", SEED, 1, 7, *place)
+
+
+def test_a_view_may_turn_augmentation_off(shards):
+    """Given is what the view says, also where that is the default of `data`."""
+    plain_local = LOCAL | {"augment": {}}
+    mixed = batches(settings_of(shards, views=(GLOBAL, plain_local), augment=ERASED))
+    without = batches(settings_of(shards, views=(GLOBAL, LOCAL)))
+    for one, other in zip(mixed, without, strict=True):
+        assert torch.equal(one.views["local"], other.views["local"])
+        assert not torch.equal(one.views["global"], other.views["global"])
+
+
+def test_the_image_of_a_batch_is_its_first_crop(shards):
+    """What reads one image of each sample sees the one that it sees without views."""
+    for batch in batches(settings_of(shards)):
+        first = batch.views["global"][:, 0]
+        assert torch.equal(batch.images, first)
+        assert not torch.equal(first, batch.views["global"][:, 1])
+
+
+def test_plain_crops_are_shifted_as_they_are_drawn(shards):
+    """The shift is drawn before the flip, and mirrored with the picture."""
+    views = ({"name": "global", "count": 2}, {"name": "local", "image_size": 8})
+    settings = settings_of(shards, views=views, crop="plain")
+    training_set = open_training_set(settings, seed=SEED)
+    seen = set()
+
+    for number_of_batch, batch in enumerate(batches(settings)):
+        for row in range(4):
+            draw = training_set.order.at(4 * number_of_batch + row)
+            pixels = crops.decode(training_set.parts[0].read(draw.sample))
+            height, width, _ = pixels.shape
+            ours = [*batch.views["global"][row], *batch.views["local"][row]]
+            for number, out in enumerate(ours):
+                further = (0, 0, number) if number else ()
+                key = stream_key("augment", SEED, draw.epoch, draw.sample, *further)
+                random = CounterRandom(key)
+                side = SIZE if number < 2 else 8
+                box, right, down = crops.plain_crop_box(
+                    width, height, size=side, random=random
+                )
+                is_flipped = random.uniform() < 0.5
+                request = crops.CropRequest(
+                    box=box,
+                    size=side,
+                    interpolation="bilinear",
+                    antialias=False,
+                    flip=False,
+                )
+                # First shifted, then mirrored: in this order no shift changes its sign.
+                expected = crops.crop_and_resize(pixels, request)
+                expected = crops.reflected(expected, right=right, down=down)
+                if is_flipped:
+                    expected = expected.flip(-1)
+                difference = (out.int() - expected.int()).abs()
+                # Resampled before it is mirrored, the last bit may differ.
+                assert difference.max() <= 1
+                seen.add((is_flipped, right != 0))
+
+    # Shifts sideways of pictures that are mirrored, and of others.
+    assert {(True, True), (False, True)} <= seen

@@ -301,3 +301,17 @@ def test_what_another_process_made_outlives_it():
         gather=lambda own: [own, other],
     )
     assert made == "own"
+
+
+def test_a_node_maps_the_arrays_of_its_own_maker():
+    """Another node's come first in the reports: with them each rank would make its own."""
+    made = []
+
+    def make():
+        made.append(np.arange(5))
+        return made[-1]
+
+    other = ("other node", True, None, ("/proc/1/fd/0", (1, 1)))
+    column = once_per_node(make, is_maker=True, gather=lambda own: [other, own])
+    assert column.tolist() == [0, 1, 2, 3, 4]
+    assert len(made) == 1

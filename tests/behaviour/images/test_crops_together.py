@@ -102,3 +102,23 @@ def test_a_buffer_of_another_size_is_refused() -> None:
     outs = [np.zeros((3, 8, 8), np.uint8), np.zeros((3, 8, 7), np.uint8)]
     with pytest.raises(ValueError, match="size of the output"):
         crops.decode_regions(data, [request, request], outs)
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+@pytest.mark.parametrize("coding", [*CODINGS, *OTHERS])
+def test_a_box_that_begins_or_ends_with_a_block_has_the_colours_of_its_neighbours(
+    name: str, coding: str
+) -> None:
+    """Colours at its edge are interpolated with those beyond, so these must be decoded, too."""
+    decoder = make(name)
+    data = encode(picture(96, 80, kind="noise", seed=3), coding)
+    pixels = crops.decode(data)
+    for left, top, right, bottom in (
+        (16, 16, 48, 48),
+        (32, 8, 64, 40),
+        (8, 32, 40, 64),
+    ):
+        box = CropBox(left, top, right - left, bottom - top)
+        request = request_of(box, size=32)
+        expected = crops.crop_and_resize(pixels, request)
+        assert torch.equal(decoder.crop(data, request), expected)
