@@ -1,21 +1,20 @@
 """SimCLR: its costs, refusals and loss. Trainings with it: test_reference."""
 
 import math
-import threading
-from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 
 from pretrain.objectives import contrast
 from pretrain.objectives.simclr import Simclr, SimclrSettings
 from pretrain.run import PretrainRun
-from tests.support.ranks.thread_ranks import run_ranks
-from tests.support.tables import rows
+from tests.support.tables import every, refused, rows
 from vitscale.objectives.objective import Supervised, SupervisedSettings
+from vitscale.runs.training import training_plan
 from vitscale.training.session import build_model
 
 RUN = yaml.safe_load("""
@@ -57,6 +56,8 @@ def test_costs_are_those_of_both_views():
 - [data, {views: [{name: a, count: 3}]}, data.views]
 - [data, {views: [{name: a}, {name: b, image_size: 8}]}, data.views]
 - [data, {mixing: {mixup_alpha: 0.8}}, data.mixing]
+- [data, {repeats: 2}, data.repeats]
+- [data, {views: [{name: a, count: 2, crop_area: [0.9, 0.1]}]}, data.views]
 - [objective, {name: mae}, data.views]
 - [objective, {name: supervised}, data.views]
 """)
@@ -80,120 +81,71 @@ def test_an_unknown_model_is_refused():
 # ---- loss ----------------------------------------------------------------------------------------
 
 
-class ThreadRanks:
-    """The collectives of the loss, between the threads of `run_ranks`."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self.own = threading.local()
-
-    def get_rank(self) -> int:
-        return self.own.rank
-
-    def get_world_size(self) -> int:
-        return self.num_ranks
-
-    def all_gather(self, parts, value) -> None:
-        for part, sent in zip(parts, self.own.gather(value), strict=True):
-            part.copy_(sent)
-
-    def sum_over_ranks(self, value) -> torch.Tensor:
-        return sum(self.own.gather(value))
-
-    def run(self, work) -> list[Any]:
-        """The results of `work(rank)` of all ranks."""
-
-        def run_rank(rank, gather):
-            self.own.rank = rank
-            self.own.gather = gather
-            return work(rank)
-
-        return run_ranks(self.num_ranks, run_rank)
-
-
 @pytest.fixture
-def ranks_of(monkeypatch) -> Callable[[int], ThreadRanks]:
-    def ranks_of(num_ranks: int) -> ThreadRanks:
-        ranks = ThreadRanks(num_ranks)
-        monkeypatch.setattr(contrast, "dist", ranks)
-        monkeypatch.setattr(contrast, "sum_over_ranks", ranks.sum_over_ranks)
-        return ranks
-
-    return ranks_of
+def one_rank(monkeypatch) -> None:
+    """What other ranks add to the gradients: test_reference."""
+    alone = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1)
+    alone.all_gather = lambda parts, value: parts[0].copy_(value)
+    monkeypatch.setattr(contrast, "dist", alone)
 
 
-def paper(projected_ME: torch.Tensor, temperature: float) -> tuple[torch.Tensor, list]:
-    """Loss of each view by equation 1, neighbours being partners; whether each finds its own."""
-    unit_ME = projected_ME / projected_ME.norm(dim=1, keepdim=True)
-    losses = []
-    found = []
-    for own in range(len(unit_ME)):
-        partner = own + 1 if own % 2 == 0 else own - 1
-        others = [other for other in range(len(unit_ME)) if other != own]
-        cosines = {other: unit_ME[own] @ unit_ME[other] for other in others}
-        total = sum((cosines[other] / temperature).exp() for other in others)
-        losses.append(total.log() - cosines[partner] / temperature)
-        found.append(max(others, key=cosines.__getitem__) == partner)
-    return torch.stack(losses), found
-
-
-def test_loss_and_accuracy_are_those_of_the_paper_on_each_rank(ranks_of):
-    """The accuracy is only logged, so no comparison of weights sees it."""
-    ranks = ranks_of(2)
-    generator = torch.Generator().manual_seed(5)
-    projected_ME = torch.randn(12, 3, generator=generator)
-    # Partners are alike, so that some are nearest, and some are not.
-    projected_ME[1::2] = projected_ME[::2] + torch.randn(6, 3, generator=generator) / 2
-    right_ME = projected_ME.double().requires_grad_()
-    losses_M, found = paper(right_ME, 0.5)
-    # Each rank has its mean, and the gradient is that of their sum.
-    (losses_M.sum() / 6).backward()
-
-    def work(rank):
-        own_NE = projected_ME[6 * rank : 6 * rank + 6].clone().requires_grad_()
-        loss, accuracy = contrast.contrastive_loss(own_NE, temperature=0.5)
-        loss.backward()
-        return loss.item(), accuracy.item(), own_NE.grad
-
-    shares = []
-    for rank, (loss, accuracy, gradient_NE) in enumerate(ranks.run(work)):
-        own = slice(6 * rank, 6 * rank + 6)
-        assert loss == pytest.approx(losses_M[own].mean().item(), rel=1e-5)
-        assert accuracy == pytest.approx(sum(found[own]) / 6)
-        torch.testing.assert_close(gradient_NE, right_ME.grad[own].float())
-        shares.append(accuracy)
-    # At 0, or with equal shares, numbers of other views might be right by chance.
-    assert 0 < shares[0] < 1
-    assert 0 < shares[1] < 1
-    assert shares[0] != shares[1]
-
-
-def test_the_loss_of_bf16_projections_is_computed_in_fp32(ranks_of):
-    """At a low temperature what bf16 rounds of a cosine is a tenth of the loss."""
-    ranks = ranks_of(1)
-    projected_NE = torch.randn(32, 16, generator=torch.Generator().manual_seed(5))
+def test_loss_and_accuracy_are_those_of_the_paper(one_rank):
+    """Of bf16 projections, too: at a low temperature rounding a cosine is a tenth of the loss."""
+    projected_NE = torch.randn(12, 3, generator=torch.Generator().manual_seed(5))
     rounded_NE = projected_NE.bfloat16()
-    losses_N, _ = paper(rounded_NE.double(), 0.05)
-    ((loss, _),) = ranks.run(
-        lambda rank: contrast.contrastive_loss(rounded_NE, temperature=0.05)
-    )
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(losses_N.mean().item(), rel=1e-5)
+    loss, accuracy = contrast.contrastive_loss(rounded_NE, temperature=0.05)
+
+    # Equation 1 in fp64, neighbours being partners.
+    unit_NE = F.normalize(rounded_NE.double(), dim=1)
+    losses = []
+    num_right = 0
+    for own in range(12):
+        others = [other for other in range(12) if other != own]
+        cosines = {other: (unit_NE[own] @ unit_NE[other]).item() for other in others}
+        total = sum(math.exp(cosine / 0.05) for cosine in cosines.values())
+        losses.append(math.log(total) - cosines[own ^ 1] / 0.05)
+        num_right += max(others, key=cosines.get) == own ^ 1
+    assert loss.item() == pytest.approx(sum(losses) / 12, rel=1e-5)
+    assert accuracy.item() == pytest.approx(num_right / 12)
+    # At 0 or 1 another count might be right by chance.
+    assert 0 < num_right < 12
 
 
-@pytest.mark.parametrize("names", ["ab", "a"])
-def test_partners_are_of_one_image_whether_in_one_view_or_in_two(ranks_of, names):
+@every(names="a, ab")
+def test_partners_are_of_one_image_whether_in_one_view_or_in_two(one_rank, names):
     """Two views of count 1 are joined image by image, not one behind the other."""
-    ranks = ranks_of(1)
     # Both views of an image are alike, and at right angles to those of the others.
     images_B13SS = torch.eye(4, 12).view(4, 1, 3, 2, 2)
-    count = 2 // len(names)
-    views = {name: images_B13SS.expand(-1, count, -1, -1, -1) for name in names}
-    batch = SimpleNamespace(views=views)
+    view = images_B13SS.expand(-1, 2 // len(names), -1, -1, -1)
+    batch = SimpleNamespace(views=dict.fromkeys(names, view))
     engine = SimpleNamespace(forward=lambda images, _: images.flatten(1))
     objective = Simclr(SimclrSettings(temperature=0.5), seed=0)
-    (loss,) = ranks.run(lambda rank: objective.loss(engine, batch))
+    loss = objective.loss(engine, batch)
 
     # Seven others: a cosine of 1 with the partner, and of 0 with six.
     assert objective.recorded["train/view_accuracy"].item() == 1.0
     assert loss.item() == pytest.approx(math.log(math.exp(2) + 6) - 2, rel=1e-5)
+
+
+# ---- which images are compared -------------------------------------------------------------------
+
+
+# Of each case the ranks, images of a global batch, of a micro-batch and of an epoch.
+@rows("""
+- [ranks, batch, micro_batch, num_samples, key]
+- [1, 8, 8, 8, null]
+- [2, 8, 4, 100, null]
+- [1, 8, 4, 100, engine.max_micro_batch]
+- [2, 8, 3, 100, engine.max_micro_batch]
+- [1, 1, 8, 100, data.global_batch]
+- [1, 8, 8, 7, data.global_batch]
+""")
+def test_the_images_of_a_global_batch_come_together(
+    ranks, batch, micro_batch, num_samples, key
+):
+    """One image has no negatives, and a batch beyond the epoch has an image twice."""
+    values = dict(RUN) | {"engine": {"max_micro_batch": micro_batch}}
+    values["data"] = RUN["data"] | {"global_batch": batch}
+    run = PretrainRun.model_validate(values)
+    with refused("compares", where=key) if key else nullcontext():
+        training_plan(run, world_size=ranks, num_samples=num_samples)

@@ -362,32 +362,3 @@ def test_a_resume_knows_the_best_of_the_steps_that_it_has_reached(
     assert len(opened._messages) == len(damaged)
     value = opened._best_score and opened._best_score["value"]
     assert value == best
-
-
-@pytest.mark.parametrize(("world_size", "coupled"), [(1, 2), (2, 4)])
-def test_the_images_that_a_loss_compares_are_part_of_the_description(
-    world_size: int, coupled: int
-) -> None:
-    """Those of a micro-batch on all ranks: neither of one rank, nor of a whole step."""
-    changes: dict[str, Any] = {
-        "engine": {"max_micro_batch": 2},
-        "objective": {"name": "simclr"},
-        "data": SECTIONS["data"] | {"views": [{"name": "global", "count": 2}]},
-    }
-    run = PretrainRun.model_validate(SECTIONS | changes)
-    data = SimpleNamespace(
-        num_samples=80,
-        classes=(),
-        fingerprint="f",
-        label_map_sha256="l",
-        key_hash=None,
-    )
-    opened: Any = SimpleNamespace(
-        run=run,
-        data=data,
-        world=replace(WORLD, world_size=world_size),
-        objective=run.make_objective(),
-    )
-    TrainingSession._make_plan(opened)
-    assert opened.plan.accumulation == 4 // world_size
-    assert opened._description["coupled_images"] == coupled
