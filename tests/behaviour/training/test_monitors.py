@@ -414,34 +414,6 @@ def test_a_tenth_of_a_long_log_interval_may_be_skipped(ranks: Ranks):
         ranks.skipped().update(health(16), step=150, loss_scale=None)
 
 
-def test_a_line_after_a_resume_counts_all_samples_and_rates_one_gpu(
-    monkeypatch, clock: Seconds
-):
-    """Replaced samples are counted since step 0, so those that were seen are, too."""
-    monkeypatch.setattr(interval_log, "peak_flops", lambda device: 10.0)
-    log = opened(DATA, replace(WORLD, world_size=2))
-    log.start_step = 200
-    log.engine.gradient_norm = lambda: 1.0
-    log.engine.loss_scale = None
-    metrics = {}
-    log.tracker = SimpleNamespace(log=lambda found, step: metrics.update(found))
-    seen = {}
-    log._unreadable = SimpleNamespace(
-        add=lambda unreadable: None,
-        report=lambda step, **numbers: seen.update(numbers),
-        num_replaced=0,
-    )
-
-    # 6 images in 3 s on each of two ranks, at one FLOP each.
-    log.means.add({"train/loss": torch.tensor(2.0)})
-    log.add_batch(SimpleNamespace(labels=range(6), unreadable=()))
-    clock.now += 3.0
-    log.write(210, lr=0.1)
-    assert seen == {"num_seen": 210 * 8, "num_samples": 1000}
-    assert metrics["vitals/images_per_s"] == pytest.approx(4.0)
-    assert metrics["vitals/mfu"] == pytest.approx(2.0 / 10.0)
-
-
 def test_the_samples_of_a_skipped_update_are_those_of_the_rank_and_micro_step(
     ranks: Ranks,
 ):
