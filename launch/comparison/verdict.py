@@ -151,10 +151,13 @@ def _chance(
     key: str, run: ComparedRun, value: float, other: ComparedRun, other_value: float
 ) -> str:
     """How the difference of two results compares with chance; empty where that is unknown."""
-    if run.val_data and other.val_data and run.val_data != other.val_data:
-        return f"of different images ({run.val_data}; {other.val_data})"
-    found = shares(key, run.val_data, *sorted([value, other_value]))
-    return difference(*found) if found else ""
+    if run.val_data == other.val_data:
+        found = shares(key, run.val_data, *sorted([value, other_value]))
+        return difference(*found) if found else ""
+    if run.val_data and other.val_data:
+        images = f"{run.val_data}; {other.val_data}"
+        return f"not comparable, evaluated on different images: {images}"
+    return ""
 
 
 def _few(words: Sequence[str]) -> str:
