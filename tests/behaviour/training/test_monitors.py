@@ -407,13 +407,6 @@ def test_time_left_counts_evaluations_and_saves(
         assert IntervalLog._seconds_left(log, step) == pytest.approx(left)
 
 
-def test_a_tenth_of_a_long_log_interval_may_be_skipped(ranks: Ranks):
-    """Of 150 updates 15, not the ten of a hundred."""
-    ranks.skipped().update(health(15), step=150, loss_scale=None)
-    with refused("16 of the last 150 updates were skipped"):
-        ranks.skipped().update(health(16), step=150, loss_scale=None)
-
-
 def test_the_samples_of_a_skipped_update_are_those_of_the_rank_and_micro_step(
     ranks: Ranks,
 ):
