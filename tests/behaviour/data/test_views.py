@@ -13,7 +13,7 @@ from vitscale.data.samples import (
     augmentation_key,
     view_shapes,
 )
-from vitscale.data.settings import DataSettings, data_problems
+from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 from vitscale.images import crops
@@ -110,11 +110,6 @@ def test_views_do_not_depend_on_the_layout(shards):
         for name, right in batch.views.items():
             ours = torch.cat([half[number].views[name] for half in halves])
             assert torch.equal(ours, right)
-
-
-def test_two_views_of_one_name_are_refused(shards):
-    settings = settings_of(shards, views=(GLOBAL, GLOBAL))
-    assert [key for key, _ in data_problems(settings)] == ["data.views"]
 
 
 def test_each_part_repeat_and_crop_has_a_key_of_its_own():

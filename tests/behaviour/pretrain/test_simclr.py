@@ -49,6 +49,7 @@ def test_costs_are_those_of_both_views():
 - [data, {views: []}, data.views]
 - [data, {views: [{name: a}]}, data.views]
 - [data, {views: [{name: a, count: 3}]}, data.views]
+- [data, {views: [{name: a}, {name: a}]}, data.views]
 - [data, {views: [{name: a}, {name: b, image_size: 8}]}, data.views]
 - [data, {mixing: {mixup_alpha: 0.8}}, data.mixing]
 - [data, {repeats: 2}, data.repeats]

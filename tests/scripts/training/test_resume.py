@@ -81,6 +81,7 @@ KILLS = {
     "in the forward pass": ("supervised", 3, 0, "forward", micro_step(8), 8),
     "before an update": ("mae", 0, 1, "step", micro_step(9, number=1), 9),
     "waiting for data": ("distillation", 3, 1, "batch", micro_step(12, number=1), 12),
+    "while others wait for its images": ("simclr", 2, 1, "backward", 9, 9),
     "at a log line": ("masked_patch_prediction", 2, 0, "log", 3, 8),
     # The place counts the batches of the training, too.
     "in an evaluation": (
@@ -161,8 +162,11 @@ def test_another_layout_goes_on_with_the_same_losses(
         settings += STILL
     if "data.mixing=null" not in settings:
         settings += AUGMENTED
-    planted = {1: [fault("backward", micro_step(13), "kill")]}
-    wait_and_end_others(fault_runs.start(tmp_path, *settings, faults=planted, **how))
+    # In step 13; a batch whose images are compared is not accumulated.
+    nth = 13 if name == "simclr" else micro_step(13)
+    planted = {1: [fault("backward", nth, "kill")]}
+    world = fault_runs.start(tmp_path, *settings, faults=planted, **how)
+    assert wait_and_end_others(world)[1] == -signal.SIGKILL
     assert newest_step(tmp_path) >= INTERVAL
     there = (*settings, f"engine.zero_stage={stage}")
     ours = fault_runs.finish(tmp_path, *there, num_ranks=num_ranks, **how).journal
