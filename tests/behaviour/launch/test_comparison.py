@@ -536,7 +536,7 @@ def started(
     name: str, top1: float, *, init: str = "null", images: int = 201
 ) -> ComparedRun:
     tags = {
-        "vitscale.run_folder": f"/home/me/work/runs/{name}",
+        "vitscale.run_folder": f"/cluster/runs/{name}",
         "vitscale.val_data": f"x, {images} images, 1",
     }
     return replace(run(name, [top1], init=init), tags=tags)
@@ -547,7 +547,7 @@ def started(
 - [init]
 - [runs/first]
 - [./runs/first/]
-- [/home/me/work/runs/first]
+- [/cluster/runs/first]
 - [runs/first/checkpoints/step-00000400]
 - [../runs/first]
 """)
