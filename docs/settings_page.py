@@ -57,6 +57,9 @@ def completed_keys() -> str:
                     for each in SEPARATORS.split(held)
                     if each != "text" and re.fullmatch(r"\S+", each)
                 ]
+                # Keys of a group in a list are no values of the list.
+                if "a group with the keys" in held:
+                    values = []
                 if {key, f"{key}.N"} & PATH_KEYS:
                     values = ["PATH"]
                 if ".N." not in key and not held.startswith("a group"):

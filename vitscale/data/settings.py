@@ -111,9 +111,9 @@ class DataSettings(Section):
     repeats: int = Field(default=1, gt=0, le=16)
     """Repeated augmentation: how often each sample comes, augmented differently. DeiT: 3. All are
     in one global batch if `global_batch` is a multiple of 64 * repeats."""
-    views: tuple[ViewSettings, ...] = Field(default=(), strict=False)
+    views: tuple[ViewSettings, ...] = Field(default=(), max_length=4, strict=False)
     """Views of each image, from one decode, for objectives that compare them. Empty: the image
-    once, by the keys below."""
+    once, by the keys below. At most 4, of at most 16 crops: so many are decoded in one pass."""
     val_split: str | None = "test"
     """Split evaluated during and after training; null: none."""
     dev_percent: float = Field(default=0.0, ge=0, lt=100)
