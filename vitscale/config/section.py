@@ -261,7 +261,10 @@ def describe(node: Node | bool) -> str:
             names = [*groups_of(node)]
             text = f"names with commas, or a list such as [{{{NAME}: {names[0]}}}]"
             return f"{text}; names: {', '.join(names)}"
-        return f"a list, each item {describe(node['items'])}"
+        text = "a list"
+        if "maxItems" in node:
+            text += f" of at most {node['maxItems']}"
+        return f"{text}, each item {describe(node['items'])}"
     if "properties" in node:
         return f"a group with the keys {', '.join(node['properties'])}"
     if node.get("type") == "object":
