@@ -708,7 +708,10 @@ def main() -> None:
             training.train(STEPS)
             result = training.finish()
             if world.is_first:
-                torch.save(vars(result), folder / f"{line}.pt")
+                # The test reads the file as soon as it has its name.
+                part = folder / "part"
+                torch.save(vars(result), part)
+                part.rename(folder / f"{line}.pt")
                 print(f"trained: {line}", flush=True)
 
 
