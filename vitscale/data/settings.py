@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from vitscale.config.errors import UserError
 from vitscale.config.section import Section
@@ -30,9 +30,9 @@ NEEDS_INDEX = (
 class MixingSettings(Section):
     """Mixup and CutMix of neighbouring positions; needs an even micro-batch."""
 
-    mixup_alpha: float | None = Field(default=None, gt=0)
+    mixup_alpha: PositiveFloat | None = None
     """Mixing weights come from Beta(alpha, alpha); null: no Mixup. AugReg 0.2 to 0.8, DeiT 0.8."""
-    cutmix_alpha: float | None = Field(default=None, gt=0)
+    cutmix_alpha: PositiveFloat | None = None
     """Area shares come from Beta(alpha, alpha); null: no CutMix. With both, one of the two is drawn
     each time. DeiT 1."""
     mode: Literal["batch", "pair"] = "batch"
@@ -42,9 +42,9 @@ class MixingSettings(Section):
 class WebdatasetSettings(Section):
     """Tars that nobody indexed, for `reader: webdataset`."""
 
-    num_samples: int | None = Field(default=None, gt=0)
+    num_samples: PositiveInt | None = None
     """Training samples in the tars: the length of an epoch. Required."""
-    num_classes: int | None = Field(default=None, gt=0)
+    num_classes: PositiveInt | None = None
     """Labels are numbers below it, in members `.cls`; null: no labels."""
 
 
@@ -54,7 +54,7 @@ class RemoteSettings(Section):
     cache_path: str | None = None
     """Folder on a local disk of each node, for whole shards, shared by all ranks, workers and jobs;
     required for a URL."""
-    cache_gib: float = Field(default=100.0, gt=0)
+    cache_gib: PositiveFloat = 100.0
     """Maximum size of the cache; the least recently used shard is evicted first."""
 
 
@@ -122,11 +122,11 @@ class DataSettings(Section):
     A share of what `first_percent` and `only_classes` leave of `path`, rounded to whole samples; of
     a mixture, `path` alone is cut. ViT paper: 1 % of ImageNet, 2 % of CIFAR, 10 % of Pets and
     Flowers. 0: no cut."""
-    global_batch: int = Field(gt=0)
+    global_batch: PositiveInt
     """Images per optimiser step over all ranks; determines micro-batch and accumulation."""
-    planned_num_samples: int | None = Field(default=None, gt=0)
+    planned_num_samples: PositiveInt | None = None
     """Training samples that `--dry-run` assumes while `path` does not exist yet."""
-    num_workers: int = Field(default=2, ge=0)
+    num_workers: NonNegativeInt = 2
     """Loader processes per rank. The batches do not depend on it."""
     decoder: Literal["auto", "region", "whole"] = "auto"
     """auto: the first of the others that works on this machine."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from vitscale.config.section import Run, Section
 from vitscale.data.remote import location_of
@@ -62,9 +62,9 @@ class SourceSettings(Section):
     holdout_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of each class moved from `train` to `holdout_split` (seeded). Only if the corpus has no
     other split."""
-    val_per_class: int = Field(default=0, ge=0)
+    val_per_class: NonNegativeInt = 0
     """Images of each class moved from `train` to `holdout_split`, never the whole class."""
-    min_images_per_class: int = Field(default=0, ge=0)
+    min_images_per_class: NonNegativeInt = 0
     """Smaller classes leave the corpus."""
     leave_out: str | None = None
     """duplicates.parquet of `vitscale prepare duplicates` over shards of this source: the images
@@ -104,9 +104,9 @@ class LabelSettings(Section):
 class ShardSettings(Section):
     """Size and number of the tars."""
 
-    shard_mib: float = Field(default=256.0, gt=0)
+    shard_mib: PositiveFloat = 256.0
     """Target size of a tar. Samples are spread evenly over the resulting number of tars."""
-    min_shards: int = Field(default=1, gt=0)
+    min_shards: PositiveInt = 1
     """At least this many tars per split, for small corpora on many ranks."""
 
 
@@ -117,11 +117,11 @@ class ImageSettings(Section):
     check: Literal["header", "decode", "strict"] = "decode"
     """header: check the header and the end of each image; decode: decode it fully; strict: also
     reject JPEG files whose decoder warns."""
-    max_pixels: int = Field(default=100_000_000, gt=0)
+    max_pixels: PositiveInt = 100_000_000
     """Larger images are rejected by their header, before decoding."""
-    min_side: int = Field(default=1, gt=0)
+    min_side: PositiveInt = 1
     """Images with a shorter side are rejected."""
-    short_side: int | None = Field(default=None, gt=0)
+    short_side: PositiveInt | None = None
     """Re-encode images with a longer short side, to this length in pixels."""
     max_bad_fraction: float = Field(default=0.01, ge=0, le=1)
     """A larger share of bad images stops the run with an error. Hidden files and files without an
@@ -135,9 +135,9 @@ class DataPrepRun(Run):
     """`vitscale prepare` runs files of this stage."""
     output: str
     """Folder to create."""
-    seed: int = Field(default=0, ge=0)
+    seed: NonNegativeInt = 0
     """Seed of the samples' order and of what is held out."""
-    num_workers: int | None = Field(default=None, gt=0)
+    num_workers: PositiveInt | None = None
     """Processes in each task; null: one per core."""
     script: Literal["make_shards", "index_shards"] = "make_shards"
     """What launch/ starts of data_prep/: make_shards writes shards, index_shards leaves the tars of

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from vitscale.config.redaction import SECRET_ASSIGNMENT
 from vitscale.config.section import Section
@@ -22,27 +22,27 @@ NodeRange = Annotated[str, Field(pattern=r"^[1-9]\d*-[1-9]\d*$", examples=["2-8"
 class LaunchSettings(Section):
     """What one job asks of SLURM, or of this machine."""
 
-    nodes: Annotated[int, Field(gt=0)] | NodeRange = 1
+    nodes: PositiveInt | NodeRange = 1
     """Nodes of the job; 2-8: at each start as many of these as are free."""
-    tasks_per_node: int = Field(default=1, gt=0)
+    tasks_per_node: PositiveInt = 1
     """Processes per node: one per GPU."""
-    num_tasks: int = Field(default=1, gt=0)
+    num_tasks: PositiveInt = 1
     """Data preparation only: tasks that share the work, one node each, as a SLURM array."""
-    gpus_per_node: int = Field(default=0, ge=0)
+    gpus_per_node: NonNegativeInt = 0
     """GPUs of each node; 0: CPU only."""
     gpu_request: Literal["gpus_per_node", "gres", "none"] = "gpus_per_node"
     """How GPUs are requested; sites differ. none: GPUs come with the partition."""
     gpu_type: str | None = None
     """The site's GPU type, for example h200: --gpus-per-node=h200:8."""
-    cpus_per_task: int = Field(default=1, gt=0)
+    cpus_per_task: PositiveInt = 1
     """Cores per process."""
-    mem_gb: int | None = Field(default=None, gt=0)
+    mem_gb: PositiveInt | None = None
     """Memory per node, in an array per task; null: the site's default."""
-    timeout_min: int = Field(default=1440, gt=0)
+    timeout_min: PositiveInt = 1440
     """SLURM only: wall time of one job; the run continues in requeued jobs."""
-    signal_delay_s: int = Field(default=120, gt=0)
+    signal_delay_s: PositiveInt = 120
     """How long before its end a job is warned, to save and requeue."""
-    max_requeues: int = Field(default=100, ge=0)
+    max_requeues: NonNegativeInt = 100
     """Times that a job is requeued, for any reason, before it stops for good."""
     partition: str | None = None
     """SLURM partition, or several with commas; null: the site's default."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from vitscale.config.errors import UserError
 from vitscale.config.section import NamedSection, Run, Section
@@ -38,7 +38,7 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 class CheckpointSettings(Section):
     """When checkpoints are written, and how many stay."""
 
-    every_steps: int = Field(default=1000, gt=0)
+    every_steps: PositiveInt = 1000
     """Steps between checkpoints; the last step and a new best value get one, too."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that stay, beside the best one; older ones are removed after a commit."""
@@ -51,7 +51,7 @@ class TrainingRun(Run):
     """Name in MLflow and of the run folder: letters, digits, dot, dash, underscore."""
     output: str | None = None
     """Run folder; null: runs/NAME."""
-    seed: int = Field(default=0, ge=0)
+    seed: NonNegativeInt = 0
     """Seed of initial weights, sample order, augmentation and dropout."""
     data: DataSettings
     model: ModelSettings

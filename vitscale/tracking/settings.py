@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import read_site, shorten
@@ -32,7 +32,7 @@ class TrackingSettings(Section):
     """Stores that get the metrics beside MLflow: tensorboard, wandb."""
     experiment: str = "vitscale"
     """MLflow experiment."""
-    log_every_steps: int = Field(default=50, gt=0)
+    log_every_steps: PositiveInt = 50
     """Steps between log lines, of which each save writes one too; metrics are means since the
     last."""
     tags: dict[str, str] = {}
