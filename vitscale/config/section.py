@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import pairwise
-from typing import Annotated, Any, NamedTuple, Union
+from typing import Annotated, Any, NamedTuple, TypeVar, Union
 
 from pydantic import (
     BaseModel,
@@ -22,6 +22,7 @@ from pydantic import (
     Discriminator,
     Field,
     GetJsonSchemaHandler,
+    Strict,
     Tag,
     model_serializer,
 )
@@ -33,6 +34,13 @@ from pydantic_core import CoreSchema
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 KeyPath = tuple[str, ...]
+Item = TypeVar("Item")
+# Types of settings. YAML has lists and no tuples, so a list is taken for one.
+Items = Annotated[tuple[Item, ...], Strict(strict=False)]
+Pair = Annotated[tuple[float, float], Strict(strict=False)]
+Triple = Annotated[tuple[float, float, float], Strict(strict=False)]
+Problems = Iterator[tuple[str, str]]
+"""(dotted key, what is wrong and what to do) for each conflict between values."""
 Node = dict[str, Any]
 NAME = "name"
 """The key that chooses one of several groups."""
@@ -80,8 +88,8 @@ class Section(BaseModel):
                     properties[name].setdefault("description", text)
         return schema
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (dotted key, what is wrong and what to do) for each conflict between values."""
+    def problems(self) -> Problems:
+        """Yield the conflicts between values."""
         yield from ()
 
 

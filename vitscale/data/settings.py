@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import reduce
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from vitscale.config.errors import UserError
-from vitscale.config.section import Section
+from vitscale.config.section import Items, Pair, Problems, Section, Triple
 from vitscale.data.remote import Url, location_of
 from vitscale.images.settings import AugmentSettings
 
@@ -76,7 +75,7 @@ class ViewSettings(Section):
     """Crops of each image, drawn one by one."""
     image_size: int | None = Field(default=None, gt=0, le=4096)
     """Pixels a side; null: the model's."""
-    crop_area: tuple[float, float] | None = Field(default=None, strict=False)
+    crop_area: Pair | None = None
     """Range of the area share of the crop."""
     augment: AugmentSettings | None = None
     """Applied after crop and flip."""
@@ -93,7 +92,7 @@ class DataSettings(Section):
     first_percent: float = Field(default=100.0, gt=0, le=100)
     """Only this share of the samples, rounded up, a random subset: the first ones of shards, which
     are shuffled; of indexed tars, which may be sorted, ones drawn from all."""
-    only_classes: tuple[str, ...] = Field(default=(), strict=False)
+    only_classes: Items[str] = ()
     """Train on and evaluate only samples of these classes; labels do not change. Empty: all."""
     only_keys: str | None = None
     """Text file with one key per line: only these samples, of those that `first_percent` and
@@ -104,14 +103,14 @@ class DataSettings(Section):
     is not exact. `path` is their folder, `train_split` their names: `train` for `train-*.tar`, or
     `train-{000000..000146}.tar`."""
     webdataset: WebdatasetSettings = WebdatasetSettings()
-    mixture: tuple[MixedInShards, ...] = Field(default=(), strict=False)
+    mixture: Items[MixedInShards] = ()
     """Further sets with the same label map; `path` provides the remaining samples. The settings
     above that choose samples are for `path`. Images that `dev_percent` holds out, in any copy, are
     refused; those of `val_split` are counted in a line."""
     repeats: int = Field(default=1, gt=0, le=16)
     """Repeated augmentation: how often each sample comes, augmented differently. DeiT: 3. All are
     in one global batch if `global_batch` is a multiple of 64 * repeats."""
-    views: tuple[ViewSettings, ...] = Field(default=(), max_length=4, strict=False)
+    views: Items[ViewSettings] = Field(default=(), max_length=4)
     """Views of each image, from one decode, for objectives that compare them. Empty: the image
     once, by the keys below. At most 4, of at most 16 crops: so many are decoded in one pass."""
     val_split: str | None = "test"
@@ -139,9 +138,9 @@ class DataSettings(Section):
     random height and aspect, as TensorFlow draws them for ViT and AugReg; smaller on average.
     plain: resize the short side to the image size, pad by 4 px of reflection, crop; DeiT-III on
     21k. squash: resize the whole image to the image size, crop `crop_share` of its sides; BiT."""
-    crop_area: tuple[float, float] = Field(default=(0.05, 1.0), strict=False)
+    crop_area: Pair = (0.05, 1.0)
     """Range of the area share of the crop; 0.05 to 1 in the ViT paper's code."""
-    crop_aspect: tuple[float, float] = Field(default=(3 / 4, 4 / 3), strict=False)
+    crop_aspect: Pair = (3 / 4, 4 / 3)
     """Least and largest ratio of the random crop's sides."""
     crop_share: float = Field(default=1.0, gt=0, le=1)
     """squash only: side of the crop over that of the square; BiT 384 / 448 and 128 / 160."""
@@ -168,9 +167,9 @@ class DataSettings(Section):
     """False as in tf.image.resize, for the ViT paper's code. Has no effect on area."""
     eval_crop_fraction: float = Field(default=0.875, gt=0, le=1)
     """Not of squash: image size / resized side; 224 / 256 = 0.875."""
-    mean: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
+    mean: Triple = (0.5, 0.5, 0.5)
     """Subtracted from red, green and blue, each in [0, 1], before the division by `std`."""
-    std: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
+    std: Triple = (0.5, 0.5, 0.5)
     """0.5 / 0.5 maps pixels to [-1, 1], as in the ViT paper's code; DeiT uses ImageNet's values."""
 
     @property
@@ -215,7 +214,7 @@ class DataSettings(Section):
         return repr(self.val_split)
 
 
-def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
+def data_problems(data: DataSettings) -> Problems:
     """Settings that are not allowed, exclude each other or have no effect."""
     for key, path in [
         ("path", data.path),
@@ -286,7 +285,7 @@ def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
         yield "data.augment.randaugment.magnitude", what
 
 
-def _unused(data: DataSettings, *keys: str, by: str) -> Iterator[tuple[str, str]]:
+def _unused(data: DataSettings, *keys: str, by: str) -> Problems:
     """Settings that are not at their defaults, and that another one makes useless."""
     for key in keys:
         *groups, name = key.split(".")

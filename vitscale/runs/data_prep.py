@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from vitscale.config.section import Run, Section
+from vitscale.config.section import Problems, Run, Section
 from vitscale.data.remote import location_of
 from vitscale.runs.launching import LaunchSettings, launch_problems
 
@@ -148,7 +147,7 @@ class DataPrepRun(Run):
     shards: ShardSettings = ShardSettings()
     launch: LaunchSettings = LaunchSettings()
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         if self.script == "index_shards" and self.source.kind != "webdataset":
             yield "source.kind", "must be webdataset for script=index_shards"
         if self.source.val_labels and self.source.kind != "image_folder":

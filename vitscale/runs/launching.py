@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from vitscale.config.redaction import SECRET_ASSIGNMENT
-from vitscale.config.section import Section
+from vitscale.config.section import Items, Problems, Section
 
 NodeRange = Annotated[str, Field(pattern=r"^[1-9]\d*-[1-9]\d*$", examples=["2-8"])]
 
@@ -48,9 +48,9 @@ class LaunchSettings(Section):
     """SLURM partition, or several with commas; null: the site's default."""
     account: str | None = None
     """SLURM account; null: the site's default."""
-    setup: tuple[str, ...] = Field(default=(), strict=False)
+    setup: Items[str] = ()
     """Shell lines run in the batch script before srun (module load ..., export ...)."""
-    srun_args: tuple[str, ...] = Field(default=(), strict=False)
+    srun_args: Items[str] = ()
     """Further options of srun, for example --cpu-bind=none."""
     python: str | None = None
     """Interpreter command on the nodes, for example a container call; null: this interpreter."""
@@ -94,7 +94,7 @@ SIGNAL_EARLY_S = 60
 
 def launch_problems(
     launch: LaunchSettings, *, independent_tasks: bool = False
-) -> Iterator[tuple[str, str]]:
+) -> Problems:
     """Yield (dotted key, what is wrong and what to do) for every invalid setting.
 
     independent_tasks: the stage's tasks share work through files; none waits for another.

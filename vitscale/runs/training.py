@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from vitscale.config.errors import UserError
-from vitscale.config.section import NamedSection, Run, Section
+from vitscale.config.section import Items, NamedSection, Problems, Run, Section
 from vitscale.data.index import held_out_split
 from vitscale.data.settings import DataSettings, data_problems
 from vitscale.engine.settings import EngineSettings, raw_problems
@@ -60,7 +60,7 @@ class TrainingRun(Run):
     schedule: ScheduleSettings
     engine: EngineSettings = EngineSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
-    evaluate: tuple[EvaluationSettings, ...] | None = Field(default=None, strict=False)
+    evaluate: Items[EvaluationSettings] | None = None
     """Evaluations of `data.val_split`, or their names, as in evaluate=knn,few_shot; all of them run
     after the last step too. Empty: none. null: classification after the last step, if the objective
     trains a classifier."""
@@ -90,7 +90,7 @@ class TrainingRun(Run):
         """Path of the weights that a new run starts from; None: random ones."""
         return None
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         yield from self.model.problems()
         yield from data_problems(self.data)
         schedule = self.schedule

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import read_site, shorten
 from vitscale.config.redaction import redact
-from vitscale.config.section import Section
+from vitscale.config.section import Items, Problems, Section
 
 DEFAULT_URI = "sqlite:///runs/mlflow.db"
 MAX_EXPERIMENT_CHARS = 500
@@ -28,7 +27,7 @@ class TrackingSettings(Section):
 
     uri: str | None = DEFAULT_URI
     """MLflow tracking URI; null: journal.jsonl only."""
-    also: tuple[Literal["tensorboard", "wandb"], ...] = Field(default=(), strict=False)
+    also: Items[Literal["tensorboard", "wandb"]] = ()
     """Stores that get the metrics beside MLflow: tensorboard, wandb."""
     experiment: str = "vitscale"
     """MLflow experiment."""
@@ -42,7 +41,7 @@ class TrackingSettings(Section):
     every 30 s."""
 
 
-def tracking_problems(tracking: TrackingSettings) -> Iterator[tuple[str, str]]:
+def tracking_problems(tracking: TrackingSettings) -> Problems:
     """Yield (dotted key, what is wrong and what is allowed) for what MLflow would refuse later."""
     if tracking.uri is not None:
         try:
