@@ -251,7 +251,7 @@ def copy_config(words: Sequence[str]) -> None:
         target = Path("configs", path.relative_to(CONFIGS))
         if path == found and target.exists():
             raise UserError(
-                "exists already", where=str(target), next_step="edit it, or remove it"
+                "exists already", where=target, next_step="edit it, or remove it"
             )
         if not target.exists():
             try:

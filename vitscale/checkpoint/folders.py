@@ -68,7 +68,7 @@ def only_this_rank(value: Any) -> list[Any]:
 
 
 def _damaged(what: str, place: Path | str) -> UserError:
-    return UserError(what, where=str(place), next_step=REMEDY)
+    return UserError(what, where=place, next_step=REMEDY)
 
 
 def step_of(folder: Path) -> int:
@@ -148,7 +148,7 @@ def _read_share(folder: Path, *, rank: int, world_size: int) -> Checkpoint:
     except OSError as error:
         raise StorageError(
             f"cannot be read ({error.strerror})",
-            where=str(error.filename or path),
+            where=error.filename or path,
             next_step="run again once storage works, or move this checkpoint away",
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -164,7 +164,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if version != FORMAT_VERSION:
         raise UserError(
             f"format version {version!r} is unknown",
-            where=str(path),
+            where=path,
             allowed=str(FORMAT_VERSION),
             next_step=REMEDY,
         )
@@ -180,7 +180,7 @@ def verify_file(
     # The name becomes a path: a manifest from elsewhere must not lead out of its folder.
     if Path(name).name != name or not name.endswith(".safetensors"):
         what = f"lists {name!r}, which is not a plain file name"
-        raise UserError(what, where=str(folder))
+        raise UserError(what, where=folder)
     # A wrong size is found without reading the file.
     check_sizes(folder, {name: expected})
     if blake3_of_file(folder / name, from_disk=from_disk) != expected["blake3"]:
@@ -253,7 +253,7 @@ def newest_checkpoint(
     if complaints:
         raise UserError(
             "\n".join(["holds checkpoints, but none that can be read", *complaints]),
-            where=str(folder),
+            where=folder,
             next_step="restore their files, or move this folder away to start over",
         )
     return None, []
@@ -365,7 +365,7 @@ def _result_of(save: Save, work: Callable[[], T]) -> T | UserError:
     except OSError as error:
         return StorageError(
             f"checkpoint cannot be written ({error.strerror})",
-            where=str(error.filename or save.checkpoints),
+            where=error.filename or save.checkpoints,
             next_step="free space or set output, then rerun the same command; committed "
             "checkpoints are untouched",
         )

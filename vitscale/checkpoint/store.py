@@ -189,7 +189,7 @@ class CheckpointStore:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             raise DivergedError(
                 f"not saved: {bad[0]}{more} not finite by step {save.step}",
-                where=str(self.folder),
+                where=self.folder,
                 next_step="lower optim.lr, lengthen schedule.warmup_steps or set optim.clip_norm=1 "
                 "and resume from the newest checkpoint, which is finite",
             )
@@ -211,7 +211,7 @@ class CheckpointStore:
             commit = save.result(LONGEST_SAVE_S)
         except TimeoutError:
             what = "a checkpoint was not written in an hour: its storage hangs"
-            raise StorageError(what, where=str(self.folder)) from None
+            raise StorageError(what, where=self.folder) from None
         except StorageError as error:
             if say is None or isinstance(error, OverdueError):
                 raise
@@ -313,7 +313,7 @@ def _end_without(folder: Path) -> None:
     """End this process, whose run folder is gone. The main thread may wait for other ranks."""
     error = StorageError(
         "was moved or removed during the training",
-        where=str(folder),
+        where=folder,
         next_step="start the run again from where its folder is now; it resumes",
     )
     print(f"error: {error}", file=sys.stderr, flush=True)
@@ -368,7 +368,7 @@ def _acquire(path: Path, descriptor: int) -> None:
             if holder:
                 what += f": {holder}"
             step = "wait for it or stop it, or choose another name"
-            raise kind(what, where=str(path.parent), next_step=step)
+            raise kind(what, where=path.parent, next_step=step)
         time.sleep(0.5)
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from typing import ClassVar, NoReturn
 
 EXIT_FAILED = 1
@@ -84,12 +85,12 @@ class UserError(ValueError):
         self,
         what: str,
         *,
-        where: str | None = None,
+        where: Path | str | None = None,
         allowed: str | None = None,
         next_step: str | None = None,
     ) -> None:
         self.what = what
-        self.where = where
+        self.where = str(where or "")
         self.allowed = allowed
         self.next_step = next_step
         super().__init__(self.text())
@@ -173,13 +174,25 @@ class UserErrors(UserError):
         return UserErrors, (self.errors,)
 
 
-def not_written(error: OSError, where: str) -> UserError:
-    """The error for a path that cannot be written."""
-    # Errors that often pass are failures of storage; others are settings to correct.
-    what = f"cannot be written ({error.strerror or error})"
-    step = "choose a writable folder with free space"
+def refused(
+    what: str, error: OSError, *, where: Path | str, next_step: str
+) -> UserError:
+    """The error for what the system refuses. What often passes is a failure of storage."""
+    # Others are settings to correct.
     kind = StorageError if error.errno in PASSING else UserError
-    return kind(what, where=where, next_step=step)
+    what = f"{what} ({error.strerror or error})"
+    return kind(what, where=where, next_step=next_step)
+
+
+def not_written(error: OSError, where: Path | str) -> UserError:
+    """The error for a path that cannot be written."""
+    step = "choose a writable folder with free space"
+    return refused("cannot be written", error, where=where, next_step=step)
+
+
+def not_read(error: OSError, where: Path | str, *, next_step: str) -> UserError:
+    """The error for a path that cannot be read."""
+    return refused("cannot be read", error, where=where, next_step=next_step)
 
 
 def on_node(error: UserError, *, rank: int, node: str) -> NodeError:
@@ -208,14 +221,6 @@ def raise_alike(
     if error.kind is FailureKind.BAD_INPUT:
         raise on_node(error, rank=rank, node=nodes[rank])
     raise type(error)(f"rank {rank} on {nodes[rank]}: {error}")
-
-
-def not_read(error: OSError, where: str, *, next_step: str) -> UserError:
-    """The error for a path that cannot be read."""
-    kind = StorageError if error.errno in PASSING else UserError
-    return kind(
-        f"cannot be read ({error.strerror or error})", where=where, next_step=next_step
-    )
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:

@@ -226,7 +226,7 @@ def read_range(path: Path, *, offset: int, num_bytes: int) -> bytes:
             raise
         raise not_read(
             error,
-            str(path),
+            path,
             next_step="check the storage and the limits of this machine (ulimit -n, memory), then "
             "run the same command again; if this file alone fails, copy it again",
         ) from None
@@ -268,14 +268,14 @@ def read_manifest(folder: Location | str) -> Manifest:
         manifest = TypeAdapter(Manifest).validate_json(text)
     except OSError as error:
         if error.errno in PASSING:
-            raise not_read(error, str(path), next_step=CHECK_STORAGE) from None
+            raise not_read(error, path, next_step=CHECK_STORAGE) from None
         folder = Path(path).parent
         what = "no such folder"
         if folder.is_dir():
             what = f"is not a shard folder: {MANIFEST_NAME} cannot be read ({error.strerror})"
         raise UserError(
             what,
-            where=str(folder),
+            where=folder,
             next_step="correct the path, of a run by data.path=SHARDS; vitscale prepare shards "
             "data/image_folder makes shards of images, vitscale prepare index data/index_shards an "
             "index of tars",
@@ -285,7 +285,7 @@ def read_manifest(folder: Location | str) -> Manifest:
         key = ".".join(map(str, first["loc"]))
         raise UserError(
             f"is not a valid manifest ({key}: {first['msg']})",
-            where=str(path),
+            where=path,
             allowed=f"format version {FORMAT_VERSION}",
             next_step="install the vitscale version that wrote it, or make the shards again",
         ) from None
@@ -296,7 +296,7 @@ def read_manifest(folder: Location | str) -> Manifest:
             if not stays_inside(shard.name):
                 raise UserError(
                     f"names the tar {shard.name!r}, which may lie outside its folder",
-                    where=str(path),
+                    where=path,
                     allowed="relative names without '..'",
                     next_step="do not use this folder unless you trust who made it",
                 )
@@ -330,7 +330,7 @@ def read_split(
     if split not in manifest.splits:
         raise UserError(
             f"no split {split!r}",
-            where=str(folder),
+            where=folder,
             allowed=", ".join(sorted(manifest.splits)),
             next_step=f"set {key} to one of these" if key else None,
         )
@@ -342,7 +342,7 @@ def read_split(
     files = [(folder / INDEX_NAME, manifest.index_bytes, manifest.index_blake3)]
     files += [(root / shard.name, shard.bytes, shard.blake3) for shard in entry.shards]
     if check_files:
-        _check_sizes(files, split=split, where=str(folder))
+        _check_sizes(files, split=split, where=folder)
     settings = remote_settings or RemoteSettings()
     limit = int(settings.cache_gib * 2**30)
     index_path, *shards = (
@@ -386,7 +386,7 @@ def read_split(
     if not agrees:
         raise UserError(
             f"disagrees with {MANIFEST_NAME} (samples, tars, labels or offsets of {split!r})",
-            where=str(folder / INDEX_NAME),
+            where=folder / INDEX_NAME,
             next_step="make the shards again",
         )
 
@@ -425,7 +425,7 @@ def _numpy(numbers: pa.Array) -> np.ndarray:
 
 
 def _check_sizes(
-    files: list[tuple[Location, int, str]], *, split: str, where: str
+    files: list[tuple[Location, int, str]], *, split: str, where: Location
 ) -> None:
     """Raise UserError that names the local files that are missing or have another size.
 
@@ -441,7 +441,7 @@ def _check_sizes(
                 wrong.append(f"{path}: {size} bytes, but the manifest says {num_bytes}")
         except OSError as error:
             if error.errno in PASSING:
-                raise not_read(error, str(path), next_step=CHECK_STORAGE) from None
+                raise not_read(error, path, next_step=CHECK_STORAGE) from None
             wrong.append(f"{path}: missing ({error.strerror})")
 
     if wrong:
@@ -489,10 +489,10 @@ def _read(path: Path, read: Callable[[], Any]) -> Any:
         return retried_read(read, name=path)
     except (OSError, pa.ArrowException) as error:
         if isinstance(error, OSError) and error.errno in PASSING:
-            raise not_read(error, str(path), next_step=CHECK_STORAGE) from None
+            raise not_read(error, path, next_step=CHECK_STORAGE) from None
         what = f"cannot be read ({error})"
         step = "make the shards again"
-        raise UserError(what, where=str(path), next_step=step) from None
+        raise UserError(what, where=path, next_step=step) from None
 
 
 # ---- keys ----------------------------------------------------------------------------------------
@@ -584,7 +584,7 @@ def _keys_of_rows(index: SplitIndex, rows: np.ndarray) -> list[str]:
         if np.any(group_of == len(groups.ends)):
             raise UserError(
                 f"has fewer samples of {index.split!r} than before",
-                where=str(index.index_path),
+                where=index.index_path,
                 next_step="make the shards again",
             )
 

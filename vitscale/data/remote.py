@@ -32,7 +32,7 @@ from urllib.parse import quote
 
 import blake3
 
-from vitscale.config.errors import PASSING, StorageError, UserError, not_written
+from vitscale.config.errors import StorageError, UserError, not_written, refused
 from vitscale.config.redaction import redact
 from vitscale.distributed.atomic_files import blake3_of_file, retried_read
 
@@ -178,7 +178,7 @@ def _retried(url: Url, read: Callable[[Any], T]) -> T:
             if is_missing or is_refused or spent_s + pause_s > PATIENCE_S:
                 raise (UserError if is_missing else StorageError)(
                     f"cannot be read ({text}); {tries} requests in {spent_s:.0f} s",
-                    where=str(url),
+                    where=url,
                     next_step="check address, network and credentials, and run the command again",
                 ) from None
             if tries == 3:
@@ -286,10 +286,10 @@ class RemoteFile:
                     if not self.local.exists():  # not fetched meanwhile
                         self._fetch(idle_s=IDLE_S if ahead else 0.0)
         except OSError as error:
-            kind = StorageError if error.errno in PASSING else UserError
-            raise kind(
-                f"{self.url} cannot be kept there ({error.strerror or error})",
-                where=str(self.folder),
+            raise refused(
+                f"{self.url} cannot be kept there",
+                error,
+                where=self.folder,
                 next_step="free space, raise data.remote.cache_gib, or choose another disk with "
                 "data.remote.cache_path",
             ) from None
@@ -346,7 +346,7 @@ class RemoteFile:
                 if not any(self._copy(out) for _ in range(DAMAGED_READS)):
                     raise UserError(
                         "cannot be read: its bytes do not have the hash of the manifest",
-                        where=str(self.url),
+                        where=self.url,
                         next_step="upload it again; make the shards again if the local copy is "
                         "damaged too",
                     )

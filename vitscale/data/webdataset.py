@@ -102,7 +102,7 @@ class _StoredTar(io.RawIOBase):
         try:
             self._num_bytes = retried_read(path.stat, name=path).st_size
         except OSError as error:
-            raise not_read(error, str(path), next_step=CHECK_STORAGE) from None
+            raise not_read(error, path, next_step=CHECK_STORAGE) from None
 
     def readable(self) -> bool:
         return True
@@ -157,7 +157,7 @@ def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot be read ({getattr(error, 'strerror', None) or error.args[0]})",
-            where=str(tar),
+            where=tar,
             next_step="check data.train_split and the storage; vitscale prepare index makes an "
             "index of what can be read",
         ) from None
@@ -182,7 +182,7 @@ def tars_of_split(folder: Path, split: str, *, where: str) -> list[Path]:
             lambda: _listed_tars(folder, split, where=where), name=folder
         )
     except OSError as error:
-        raise not_read(error, str(folder), next_step=CHECK_STORAGE) from None
+        raise not_read(error, folder, next_step=CHECK_STORAGE) from None
 
 
 def _listed_tars(folder: Path, split: str, *, where: str) -> list[Path]:

@@ -41,7 +41,7 @@ def check_records(folder: Path) -> None:
                 continue
             raise UserError(
                 reason,
-                where=str(path),
+                where=path,
                 allowed="a file of its own in the run folder",
                 next_step="leave this run out, or ask who made it",
             )
