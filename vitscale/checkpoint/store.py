@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-import sys
 import threading
 import time
 import uuid
@@ -43,6 +42,7 @@ from vitscale.config.errors import (
     FolderTakenError,
     StorageError,
     UserError,
+    print_note,
 )
 from vitscale.distributed.atomic_files import fsync_folder, retried
 from vitscale.distributed.processes import end_now, node_name
@@ -316,7 +316,7 @@ def _end_without(folder: Path) -> None:
         where=folder,
         next_step="start the run again from where its folder is now; it resumes",
     )
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print_note(f"error: {error}")
     end_now(error.kind.exit_code)
 
 

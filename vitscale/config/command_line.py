@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import mode
 from typing import Generic, NamedTuple, NoReturn
 
-from vitscale.config.errors import UserError, UserErrors, did_you_mean
+from vitscale.config.errors import UserError, UserErrors, did_you_mean, print_note
 from vitscale.config.loader import (
     COMMAND_LINE,
     RunT,
@@ -185,7 +184,7 @@ def load_command(
         print(run_to_yaml(loaded.run, places=loaded.places), end="")
         raise SystemExit(0)
     for line in loaded.settled:
-        print(line, file=sys.stderr, flush=True)
+        print_note(line)
     return Command(loaded.run, frozenset(arguments.switches), arguments.config)
 
 

@@ -174,6 +174,11 @@ class UserErrors(UserError):
         return UserErrors, (self.errors,)
 
 
+def print_note(text: str) -> None:
+    """Print a line at once to standard error, beside the results of a command."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def refused(
     what: str, error: OSError, *, where: Path | str, next_step: str
 ) -> UserError:
@@ -295,7 +300,7 @@ def run_script(main: Callable[[], None], *, is_rank: bool = False) -> None:
         # A launcher kills the other ranks once the first one has ended.
         if rank != "0" and not isinstance(error, RankError):
             time.sleep(FIRST_RANK_S)
-        print(_report(error, rank=rank), file=sys.stderr, flush=True)
+        print_note(_report(error, rank=rank))
         raise SystemExit(error.kind.exit_code) from None
     except BrokenPipeError:
         # The reader of a pipe may be gone; then nobody misses the rest of the output.

@@ -15,7 +15,6 @@ import math
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
@@ -30,6 +29,7 @@ from vitscale.config.errors import (
     did_you_mean,
     nearest,
     not_read,
+    print_note,
 )
 from vitscale.config.packaged import find_config, similar_configs
 from vitscale.config.redaction import flatten
@@ -589,7 +589,7 @@ def _with_implied(given: Source, values: Mapping[str, Any], *, origin: str) -> S
         if value_at(given.values, path, MISSING) is MISSING:
             places[path] = origin
             shown.append(f"{key}={text}")
-    print(*shown, file=sys.stderr, flush=True)
+    print_note(" ".join(shown))
     return merge(Source(values, places), given)
 
 

@@ -16,7 +16,6 @@ import errno
 import fcntl
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,13 @@ from urllib.parse import quote
 
 import blake3
 
-from vitscale.config.errors import StorageError, UserError, not_written, refused
+from vitscale.config.errors import (
+    StorageError,
+    UserError,
+    not_written,
+    print_note,
+    refused,
+)
 from vitscale.config.redaction import redact
 from vitscale.distributed.atomic_files import blake3_of_file, retried_read
 
@@ -182,9 +187,7 @@ def _retried(url: Url, read: Callable[[Any], T]) -> T:
                     next_step="check address, network and credentials, and run the command again",
                 ) from None
             if tries == 3:
-                print(
-                    f"{url}: {text}; retrying for {PATIENCE_S:.0f} s", file=sys.stderr
-                )
+                print_note(f"{url}: {text}; retrying for {PATIENCE_S:.0f} s")
         # A random share of the pause, so that the workers of many nodes do not come back at once.
         time.sleep(pause_s * uniform(0.5, 1.5))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

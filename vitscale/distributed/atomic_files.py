@@ -11,7 +11,6 @@ import io
 import json
 import math
 import os
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO, TextIO, TypeVar
 
 import blake3
 
-from vitscale.config.errors import PASSING
+from vitscale.config.errors import PASSING, print_note
 
 T = TypeVar("T")
 HASH_CHUNK_BYTES = 1 << 20
@@ -177,11 +176,7 @@ def _repeated(
             if error.errno not in PASSING or time.monotonic() - start > patience_s:
                 raise
             if number == 1 and name is not None:
-                print(
-                    f"{name}: {error.strerror}; reading it again",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print_note(f"{name}: {error.strerror}; reading it again")
         time.sleep(pause_s)
     return work()
 

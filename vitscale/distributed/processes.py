@@ -22,7 +22,13 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from vitscale.config.errors import EXIT_FAILED, FailureKind, UserError, run_script
+from vitscale.config.errors import (
+    EXIT_FAILED,
+    FailureKind,
+    UserError,
+    print_note,
+    run_script,
+)
 from vitscale.distributed.atomic_files import open_log
 
 # As in the batch script; below what a socket without a port of its own gets.
@@ -140,7 +146,7 @@ def descendants(pid: int) -> list[int]:
 
 @cache  # Once: a command imports in several steps.
 def _say_loading() -> None:
-    print("loading libraries, which may take a minute", file=sys.stderr, flush=True)
+    print_note("loading libraries, which may take a minute")
 
 
 @contextmanager
@@ -200,10 +206,7 @@ def end_soon(exit_code: int) -> None:
 
 def _end_late() -> None:
     with suppress(OSError):
-        print(
-            f"error: this process has not ended for {EXIT_S:g} s; it does:",
-            file=sys.stderr,
-        )
+        print_note(f"error: this process has not ended for {EXIT_S:g} s; it does:")
     faulthandler.dump_traceback(file=STDERR, all_threads=True)
     end_now(_exit_code)
 

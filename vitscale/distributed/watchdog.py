@@ -32,6 +32,7 @@ from vitscale.config.errors import (
     RankError,
     UserError,
     on_node,
+    print_note,
 )
 from vitscale.distributed.events import READ_FAILURE, Failure, record_failure
 from vitscale.distributed.processes import end_now, end_soon, node_name
@@ -376,7 +377,7 @@ class Watchdog:
                 "  next: check that rank's node and output; run the same command again to resume "
                 "from the newest checkpoint (engine.timeout_min is how long ranks wait)"
             )
-            print(text, file=sys.stderr, flush=True)
+            print_note(text)
         if failure.kind in (FailureKind.HANG, FailureKind.PEER_LOST):
             # Where each thread hangs is what a person needs to find the cause.
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)

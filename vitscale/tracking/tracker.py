@@ -20,7 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from shlex import quote
 
-from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, print_note
 from vitscale.config.packaged import SourceVersion, source_version
 from vitscale.config.redaction import redact, short_reason
 from vitscale.distributed.atomic_files import or_warn, write_text
@@ -72,7 +72,7 @@ class Tracker:
         is_writer: bool,
         note: str = "",
         origin: str | None = None,
-        say: mlflow_sync.Say = lambda text: print(text, file=sys.stderr, flush=True),
+        say: mlflow_sync.Say = print_note,
     ) -> None:
         """Open the journal at `resume_step` (0: from the start) and start sending it.
 
