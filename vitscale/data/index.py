@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from vitscale.config.errors import PASSING, UserError, not_read
+from vitscale.config.errors import UserError, not_read
 from vitscale.config.redaction import redact
 from vitscale.config.text_files import read_text
 from vitscale.data.remote import (
@@ -49,7 +49,6 @@ MAX_SHOWN = 10
 FORMAT_VERSION: Literal[2] = 2
 INDEX_NAME = "index.parquet"
 MANIFEST_NAME = "manifest.json"
-CHECK_STORAGE = "check the storage, then run the same command again"
 NO_LABEL = -1
 MAX_OPEN_SHARDS = 64
 # Row groups whose keys are searched at once: a million keys.
@@ -267,8 +266,6 @@ def read_manifest(folder: Location | str) -> Manifest:
         )
         manifest = TypeAdapter(Manifest).validate_json(text)
     except OSError as error:
-        if error.errno in PASSING:
-            raise not_read(error, path, next_step=CHECK_STORAGE) from None
         folder = Path(path).parent
         what = "no such folder"
         if folder.is_dir():
@@ -440,8 +437,6 @@ def _check_sizes(
             if size != num_bytes:
                 wrong.append(f"{path}: {size} bytes, but the manifest says {num_bytes}")
         except OSError as error:
-            if error.errno in PASSING:
-                raise not_read(error, path, next_step=CHECK_STORAGE) from None
             wrong.append(f"{path}: missing ({error.strerror})")
 
     if wrong:
@@ -488,8 +483,6 @@ def _read(path: Path, read: Callable[[], Any]) -> Any:
     try:
         return retried_read(read, name=path)
     except (OSError, pa.ArrowException) as error:
-        if isinstance(error, OSError) and error.errno in PASSING:
-            raise not_read(error, path, next_step=CHECK_STORAGE) from None
         what = f"cannot be read ({error})"
         step = "make the shards again"
         raise UserError(what, where=path, next_step=step) from None

@@ -39,7 +39,7 @@ from vitscale.config.errors import (
     refused,
 )
 from vitscale.config.redaction import redact
-from vitscale.distributed.atomic_files import blake3_of_file, retried_read
+from vitscale.distributed.atomic_files import blake3_of_file, retried
 
 # Time limit of one read, retries included, after which the run ends; of one request.
 PATIENCE_S = 120.0
@@ -303,7 +303,7 @@ class RemoteFile:
         path = self.path()
         try:
             # A file system may keep damaged bytes of a complete file, so its length proves nothing.
-            found = retried_read(partial(blake3_of_file, path), name=path)
+            found = retried(partial(blake3_of_file, path), name=path)
         except OSError:  # a bad block
             found = ""
         if found != self.blake3_hex:
@@ -320,9 +320,8 @@ class RemoteFile:
         for _ in range(DAMAGED_READS):
             path = self.path()
             try:
-                data = retried_read(
-                    partial(_read_used, path, offset, num_bytes), name=path
-                )
+                used = partial(_read_used, path, offset, num_bytes)
+                data = retried(used, name=path)
                 failure = None
             except OSError as error:  # a bad block, or evicted just now
                 data = b""

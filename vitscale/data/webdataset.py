@@ -17,13 +17,14 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any, BinaryIO, cast
 
 from vitscale.config.errors import UserError, not_read
-from vitscale.data.index import CHECK_STORAGE, NO_LABEL, read_range
+from vitscale.data.index import NO_LABEL, read_range
 from vitscale.data.tar_members import members
 from vitscale.distributed.atomic_files import retried_read
 from vitscale.distributed.random_numbers import permutation, stream_key
@@ -93,36 +94,14 @@ def check_shares(num_tars: int, *, num_ranks: int, num_workers: int) -> None:
     )
 
 
-class _StoredTar(io.RawIOBase):
-    """A tar as a file whose reads are repeated where storage fails for a moment."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        try:
-            self._num_bytes = retried_read(path.stat, name=path).st_size
-        except OSError as error:
-            raise not_read(error, path, next_step=CHECK_STORAGE) from None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        starts = {
-            io.SEEK_SET: 0,
-            io.SEEK_CUR: self._offset,
-            io.SEEK_END: self._num_bytes,
-        }
-        self._offset = starts[whence] + offset
-        return self._offset
+class _StoredTar(io.FileIO):
+    """A tar whose reads are repeated where storage fails for a moment."""
 
     def readinto(self, buffer: Any) -> int:
-        data = read_range(self._path, offset=self._offset, num_bytes=len(buffer))
+        start = self.tell()
+        data = read_range(Path(self.name), offset=start, num_bytes=len(buffer))
         buffer[: len(data)] = data
-        self._offset += len(data)
+        self.seek(start + len(data))
         return len(data)
 
 
@@ -131,7 +110,8 @@ def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
 
     key = None
     try:
-        with io.BufferedReader(_StoredTar(tar), READ_BYTES) as file:
+        stored_tar = retried_read(partial(_StoredTar, tar), name=tar)
+        with io.BufferedReader(stored_tar, READ_BYTES) as file:
             for sample in group_by_keys(_wanted_members(cast(BinaryIO, file), tar)):
                 key = sample["__key__"]
                 label = NO_LABEL
@@ -149,11 +129,8 @@ def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
                 yield str(tar), key, images[0] if images else b"", label
         if key is None:
             raise ValueError(f"it has no members {', '.join(WANTED)}")
-    except UserError as error:
-        # A new one, since the library appends to what it says.
-        raise type(error)(
-            error.what, where=error.where, next_step=error.next_step
-        ) from None
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot be read ({getattr(error, 'strerror', None) or error.args[0]})",
@@ -182,7 +159,8 @@ def tars_of_split(folder: Path, split: str, *, where: str) -> list[Path]:
             lambda: _listed_tars(folder, split, where=where), name=folder
         )
     except OSError as error:
-        raise not_read(error, folder, next_step=CHECK_STORAGE) from None
+        step = "correct data.path, or make the folder readable"
+        raise not_read(error, folder, next_step=step) from None
 
 
 def _listed_tars(folder: Path, split: str, *, where: str) -> list[Path]:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, TextIO, TypeVar
 
 import blake3
 
-from vitscale.config.errors import PASSING, print_note
+from vitscale.config.errors import PASSING, not_read, print_note
 
 T = TypeVar("T")
 HASH_CHUNK_BYTES = 1 << 20
@@ -145,25 +145,34 @@ def blake3_of_file(path: Path | str, *, from_disk: bool = False) -> str:
     return digest.hexdigest()
 
 
-def retried(work: Callable[[], T]) -> T:
-    """The result of `work`, which is repeated after an error of PASSING. Raises OSError."""
-    return _repeated(work, PAUSES_S)
+def retried(work: Callable[[], T], *, name: Path | str | None = None) -> T:
+    """The result of `work`, which is repeated after an error of PASSING. Raises OSError.
+
+    name: of a file, for a line that says so from the second error on.
+    """
+    return _repeated(work, PAUSES_S, name=name)
 
 
 def retried_read(work: Callable[[], T], *, name: Path | str) -> T:
     """The same for a read of training data, which is repeated for longer.
 
-    name: of the file, for a line that says so from the second error on.
+    Raises StorageError for an error that has not passed, and OSError for any other.
     """
-    return _repeated(work, READ_PAUSES_S, patience_s=READ_PATIENCE_S, name=str(name))
+    try:
+        return _repeated(work, READ_PAUSES_S, name=name, patience_s=READ_PATIENCE_S)
+    except OSError as error:
+        if error.errno not in PASSING:
+            raise
+        step = "check the storage, then run the same command again"
+        raise not_read(error, name, next_step=step) from None
 
 
 def _repeated(
     work: Callable[[], T],
     pauses_s: Sequence[float],
     *,
+    name: Path | str | None,
     patience_s: float = math.inf,
-    name: str | None = None,
 ) -> T:
     """patience_s: no attempt begins later than this after the first."""
     start = time.monotonic()

@@ -24,6 +24,7 @@ from tests.support.corpora.shard_folders import make_shard_folder, write_shard_f
 from tests.support.tables import every, refused, rows
 from vitscale.config.errors import StorageError, UserError
 from vitscale.data import index as index_module
+from vitscale.data import webdataset
 from vitscale.data.index import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -284,6 +285,7 @@ def flaky(monkeypatch) -> Callable[[str, int, int], list[str]]:
             (pq, "read_table"),
             (pq, "ParquetFile"),
             (os, "listdir"),
+            (webdataset, "_StoredTar"),
         ):
             real = getattr(module, function)
             monkeypatch.setattr(module, function, failing(real))

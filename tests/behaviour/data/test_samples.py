@@ -71,6 +71,7 @@ def no_pauses(monkeypatch) -> None:
     # As many attempts as in production, without the time between them.
     pauses = [0.0 for _ in atomic_files.READ_PAUSES_S]
     monkeypatch.setattr(atomic_files, "READ_PAUSES_S", pauses)
+    monkeypatch.setattr(atomic_files, "PAUSES_S", (0.0,) * 3)
 
 
 @contextmanager
