@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -533,7 +534,7 @@ def read_tensors(files: Iterable[Path], *, prefix: str = "") -> dict[str, torch.
         }
 
 
-class SavedTensors:
+class SavedTensors(ExitStack):
     """Reads ranges of a checkpoint's tensors; memory for one range at a time.
 
     As a context manager it closes its files.
@@ -541,10 +542,11 @@ class SavedTensors:
 
     def __init__(self, slices: Iterable[Slice]) -> None:
         """slices: of all files, in any order."""
+        super().__init__()
         self._slices: dict[str, list[Slice]] = {}
         for piece in slices:
             self._slices.setdefault(piece.name, []).append(piece)
-        self._open: dict[str, int] = {}
+        self._open: dict[str, FileIO] = {}
 
     def part(self, name: str, start: int, num_elements: int) -> torch.Tensor:
         """Elements from `start` of a flattened tensor, on the CPU. Raises OSError."""
@@ -571,19 +573,12 @@ class SavedTensors:
 
     def _read(self, path: str, offset: int, *, into: torch.Tensor) -> None:
         if path not in self._open:
-            self._open[path] = os.open(path, os.O_RDONLY)
+            self._open[path] = self.enter_context(FileIO(path))
         left = into.numpy().data
         while left:
             # A read may return less than was asked for, and never more than 2 GiB.
-            count = os.preadv(self._open[path], [left], offset)
+            count = os.preadv(self._open[path].fileno(), [left], offset)
             if count == 0:
                 raise OSError(f"{path} has become shorter")
             left = left[count:]
             offset += count
-
-    def __enter__(self) -> SavedTensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])

@@ -67,6 +67,8 @@ EXIT_WAIT_S = 5.0
 # Labels, and the samples that were unreadable; with the images, in a slot until the next is taken.
 Labels = tuple[list[int], list[Unreadable]]
 Filled = tuple[torch.Tensor, list[int], list[Unreadable]]
+# Number of workers, and shape of the slots.
+Layout = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,32 +231,24 @@ class _Worker(NamedTuple):
     connection: Connection
 
 
-class _Memory(NamedTuple):
-    """The layout of the memory that a rank shares with its workers."""
+def _mapped(
+    memory: int, num_workers: int, shape: tuple[int, ...]
+) -> tuple[torch.Tensor, np.ndarray]:
+    """Map the memory that a rank shares with its workers.
 
-    num_workers: int
-    slots: tuple[int, ...]
-    """Shape of the slots, uint8 [slots, batch, ...]."""
-
-    @property
-    def slots_offset(self) -> int:
-        """The counters of progress come first, where they are aligned."""
-        return self.num_workers * COUNTER_BYTES
-
-    @property
-    def num_bytes(self) -> int:
-        return self.slots_offset + math.prod(self.slots)
-
-    def map(self, descriptor: int) -> tuple[torch.Tensor, np.ndarray]:
-        """The slots; and int64 [workers], how many steps of its work each has done.
-
-        When batch n is read, workers have at most batch n + num_workers * PREFETCH, so none writes
-        to the slot that is being read.
-        """
-        memory = mmap.mmap(descriptor, self.num_bytes)
-        pixels = torch.frombuffer(memory, dtype=torch.uint8, offset=self.slots_offset)
-        progress = np.frombuffer(memory, np.int64, count=self.num_workers)
-        return pixels.view(self.slots), progress
+    shape: of the slots, [slots, batch, ...].
+    Returns the slots, uint8, and how many steps of its work each worker has done, int64 [workers].
+    When batch n is read, workers have at most batch n + num_workers * PREFETCH, so none writes to
+    the slot that is being read.
+    """
+    # The counters come first, where they are aligned.
+    offset = num_workers * COUNTER_BYTES
+    num_bytes = offset + math.prod(shape)
+    os.ftruncate(memory, num_bytes)
+    mapping = mmap.mmap(memory, num_bytes)
+    pixels = torch.frombuffer(mapping, dtype=torch.uint8, offset=offset)
+    progress = np.frombuffer(mapping, np.int64, count=num_workers)
+    return pixels.view(shape), progress
 
 
 @contextmanager
@@ -264,7 +258,7 @@ def _filled_by_workers(
     """The batches in order; batch n comes from worker n modulo their number."""
     # One more than the batches ahead: the one that is being read.
     num_slots = num_workers * PREFETCH + 1
-    layout = _Memory(num_workers, (num_slots, batch, *samples.shape))
+    layout = (num_workers, (num_slots, batch, *samples.shape))
     # No file: the size of /dev/shm is no limit.
     memory = os.memfd_create("batches", os.MFD_CLOEXEC)
     workers: list[_Worker] = []
@@ -288,8 +282,7 @@ def _filled_by_workers(
             yield slots[number % num_slots, : len(labels)], labels, unreadable
 
     try:
-        os.ftruncate(memory, layout.num_bytes)
-        slots, progress = layout.map(memory)
+        slots, progress = _mapped(memory, *layout)
         for number in range(num_workers):
             workers.append(_started(memory, samples, layout, number))
         # All workers exist by now: batch n goes to worker n modulo their number.
@@ -304,7 +297,7 @@ def _filled_by_workers(
             worker.connection.close()
 
 
-def _started(memory: int, samples: Samples, layout: _Memory, number: int) -> _Worker:
+def _started(memory: int, samples: Samples, layout: Layout, number: int) -> _Worker:
     ours, theirs = Pipe()
     arguments = (theirs, samples, layout, number)
     try:
@@ -356,9 +349,7 @@ def _reply(worker: _Worker, progress: np.ndarray) -> Labels:
     )
 
 
-def _run(
-    connection: Connection, samples: Samples, layout: _Memory, number: int
-) -> None:
+def _run(connection: Connection, samples: Samples, layout: Layout, number: int) -> None:
     """Fill slots, whose descriptor comes through the pipe, until the trainer is gone."""
     # Without the trainer there is nothing to do, so a worker must not outlive its server.
     end_with_server()
@@ -368,13 +359,15 @@ def _run(
     # Workers already use all cores; more threads would compete with them.
     torch.set_num_threads(1)
     with suppress(EOFError, ConnectionError):
-        slots, progress = layout.map(reduction.recv_handle(connection))
+        memory = reduction.recv_handle(connection)
+        num_workers, shape = layout
+        slots, progress = _mapped(memory, num_workers, shape)
 
         def advance() -> None:
             progress[number] += 1
 
         remote.on_part_fetched = advance
-        samples.start(worker=number, num_workers=layout.num_workers)
+        samples.start(worker=number, num_workers=num_workers)
 
         while True:
             slot, positions = connection.recv()

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from multiprocessing.connection import Connection, Pipe, wait
-from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from vitscale.config.errors import UserError, WorkerError
@@ -22,7 +21,7 @@ from vitscale.distributed.fork_server import end_with_server, start_worker
 Item = TypeVar("Item")
 
 
-class Workers:
+class Workers(ExitStack):
     """Processes that apply a function, which is pickled once; killed at the end of the block."""
 
     def __init__(
@@ -32,10 +31,10 @@ class Workers:
 
         imports: modules that the function needs; none of them may be the main script.
         """
+        super().__init__()
         self.num = num
         self._function = function
         self._pipes = list[Connection]()
-        self._processes = list[BaseProcess]()
         # One worker would only add the cost of its pipe.
         if num == 1:
             return
@@ -45,15 +44,8 @@ class Workers:
             # With `theirs` closed here, the death of a worker ends the pipe.
             with _deaths_named(), theirs:
                 process = start_worker(_work, (theirs, function), imports=imports)
-            self._processes.append(process)
+            self.callback(process.kill)  # it may wait for dead storage
             self._pipes.append(ours)
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()  # it may wait for dead storage
 
     def results(self, items: Iterable[Item]) -> Iterator[tuple[int, Item, Any]]:
         """Yield (position, item, result) as they are done.
