@@ -17,6 +17,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, reduce
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -242,7 +243,6 @@ def read_chain(path: str, *, where: str | None = None) -> list[Source]:
     sources: list[Source] = []
     files: list[str] = []
     while path:
-        path = os.path.expanduser(path)
         # By their real paths, since a link may lead back to a file that was read.
         if os.path.realpath(path) in map(os.path.realpath, files):
             shown = " -> ".join(map(shown_path, [*files, path]))
@@ -596,13 +596,9 @@ def _with_implied(given: Source, values: Mapping[str, Any], *, origin: str) -> S
 def _card(path: Path | str | None) -> str:
     """The comment that a readable file starts with."""
     text = "" if path is None else Path(path).read_text(encoding="utf-8-sig")
-    lines = []
     # The card ends where the first line without a sign begins.
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.removeprefix("#").removeprefix(" ").rstrip())
-    return "\n".join(lines)
+    lines = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    return "\n".join(line[1:].removeprefix(" ").rstrip() for line in lines)
 
 
 # ---- errors of values -------------------------------------------------------------------------

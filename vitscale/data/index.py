@@ -509,17 +509,18 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
 
     def search() -> tuple[np.ndarray, Any]:
         """Which rows of the stored split are wanted, and their keys."""
-        is_wanted = [np.zeros(0, bool)]
-        chosen = [pa.array([], wanted.type)]
+        is_wanted: list[pa.Array] = []
+        chosen: list[pa.Array] = []
         with _SplitGroups(index.index_path, index.split) as groups:
             # Many at once: each search hashes all keys of the file first.
             for start in range(0, len(groups.ends), GROUPS_AT_ONCE):
                 table = groups.read(["key"], start, start + GROUPS_AT_ONCE)
                 keys = table.column("key").cast(wanted.type)
                 mask = pc.is_in(keys, value_set=wanted)
-                is_wanted.append(mask.to_numpy())
-                chosen += pa.chunked_array(keys.filter(mask), wanted.type).chunks
-        return np.concatenate(is_wanted), pa.chunked_array(chosen)
+                is_wanted += mask.chunks
+                chosen += keys.filter(mask).chunks
+        masks = pa.chunked_array(is_wanted, pa.bool_())
+        return masks.to_numpy(), pa.chunked_array(chosen, wanted.type)
 
     is_wanted, chosen = _read(index.index_path, search)
     # Every stored row was searched; only those that this index still has may be chosen.

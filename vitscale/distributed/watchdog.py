@@ -186,7 +186,7 @@ class Watchdog:
 
     def _fail(self, error: BaseException) -> None:
         """Report that this rank ends by an error. Nothing may wait for other ranks after it."""
-        kind, text = kind_and_text(error)
+        kind, _ = kind_and_text(error)
         # The folder belongs to another run, which must not find this failure in its record.
         if isinstance(error, FolderTakenError):
             self.folder = None
@@ -199,15 +199,11 @@ class Watchdog:
         end_soon(kind.exit_code)
         self._is_failing = True
         is_of_all = isinstance(error, UserError) and not isinstance(error, RankError)
-        # The record names the node, whichever rank reports it.
-        if isinstance(error, NodeError):
-            self._tell(
-                failure_of_node(error, reported_by=self.world.rank, step=self.step)
-            )
-        elif self.world.is_first or not is_of_all:  # or the first rank says it
-            self._tell(
-                self._failure(kind, f"ended with an error: {text}", [self.world.rank])
-            )
+        # The first rank reports what all ranks have in common.
+        if self.world.is_first or not is_of_all:
+            ended = "ended with an error"
+            rank = self.world.rank
+            self._tell(failure_of(error, rank=rank, ended=ended, step=self.step))
 
     def _failure(self, kind: FailureKind, what: str, ranks: Sequence[int]) -> Failure:
         """what: happened to these ranks, of which the first is named."""
@@ -428,34 +424,35 @@ def kind_and_text(error: BaseException) -> tuple[FailureKind, str]:
     return kind, f"{type(error).__name__}: {line}".rstrip(": ")
 
 
-def failure_of_node(
-    error: NodeError, *, reported_by: int, step: int | None = None
+def failure_of(
+    error: BaseException, *, rank: int, ended: str, step: int | None = None
 ) -> Failure:
-    """The report of what a rank lacks, also by another rank than that one."""
-    kind, text = kind_and_text(error)
+    """The report of an error that ends a rank, or of what another rank lacks.
+
+    ended: how and when this rank did, for a sentence.
+    """
+    kind, what = kind_and_text(error)
+    culprit: int | None = rank
+    node: str | None = node_name()
+    # The report names the node that lacks something, whichever rank writes it.
+    if isinstance(error, NodeError):
+        culprit = error.rank
+        node = error.node
+    else:
+        what = f"rank {rank} on {node} {ended}: {what}"
     return Failure(
-        kind=kind,
-        what=text,
-        rank=error.rank,
-        node=error.node,
-        step=step,
-        reported_by=reported_by,
+        kind=kind, what=what, rank=culprit, node=node, step=step, reported_by=rank
     )
 
 
 def record_start_failure(folder: Path, error: UserError) -> None:
     """Record an error that ends this rank before there is a watchdog."""
     rank = int(os.environ["RANK"])
-    if isinstance(error, NodeError):
-        if rank in (0, error.rank):
-            record_failure(folder, failure_of_node(error, reported_by=rank))
-    elif rank == 0 or isinstance(error, RankError):
-        # Rank 0 reports what all ranks have in common, the others only what is theirs alone.
-        kind, text = kind_and_text(error)
-        node = node_name()
-        what = f"rank {rank} on {node} ended at its start: {text}"
-        failure = Failure(kind=kind, what=what, rank=rank, node=node, reported_by=rank)
-        record_failure(folder, failure)
+    # Rank 0 reports what all ranks have in common, the others only what is theirs alone.
+    is_own = isinstance(error, RankError) and getattr(error, "rank", rank) == rank
+    if rank == 0 or is_own:
+        ended = "ended at its start"
+        record_failure(folder, failure_of(error, rank=rank, ended=ended))
 
 
 @contextmanager

@@ -198,28 +198,18 @@ class MicroBatches:
         # A multiple of the largest is never small, nor is a share that needs no division.
         below = range(share - 1, 0, -1)
         above = range(share + 1, share + 2 * self.largest + 1)
-        better = [
-            next(
-                (
-                    each
-                    for each in shares
-                    if self.largest_for(each) and not self.is_small(each)
-                ),
-                0,
-            )
-            for shares in (below, above)
-        ]
+        nearest = []
+        for shares in (below, above):
+            better = next((each for each in shares if not self.is_small(each)), None)
+            if better is not None:
+                size = self.largest_for(better)
+                nearest.append(f"{better * world_size} ({size} images)")
 
-        nearest = " or ".join(
-            f"{each * world_size} ({self.largest_for(each)} images)"
-            for each in better
-            if each
-        )
         return (
             f"a micro-batch has only {self.largest_for(share)} of the {self.largest} images that "
             f"engine.max_micro_batch allows, which is slow: the {share} images of each of "
             f"{world_size} ranks have no larger divisor; the nearest data.global_batch with one: "
-            f"{nearest}"
+            f"{' or '.join(nearest)}"
         )
 
 

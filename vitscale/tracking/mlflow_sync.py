@@ -20,12 +20,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote, urlsplit
+
+from pydantic import TypeAdapter, ValidationError
 
 from vitscale.config.errors import UserError
 from vitscale.config.loader import read_values, shown_path
@@ -115,16 +117,18 @@ class RunRecord:
     """Unix seconds; None while it is RUNNING."""
 
 
+READ_RECORD = TypeAdapter(RunRecord)
+
+
 def read_record(folder: Path) -> RunRecord | None:
     """The record of the last start of a run; None if there is none."""
     record = None
-    names = [field.name for field in fields(RunRecord)]
     for row in read_events(folder):
-        # Somebody else may have written a row, with any keys.
-        with suppress(KeyError, TypeError):
+        # Somebody else may have written a row, with any keys and values.
+        with suppress(KeyError, ValidationError):
             if row["event"] == TRACKED:
                 # Versions differ in their fields: unknown ones are left out, others have defaults.
-                record = RunRecord(**{name: row[name] for name in names if name in row})
+                record = READ_RECORD.validate_python(row)
             elif row["event"] == ENDED and record is not None:
                 record = replace(record, status=row["status"], ended=row["time"])
     return record
@@ -398,7 +402,7 @@ class MlflowRun(RunReader):
             history = self.client.get_metric_history(self.run_id, key)
             # The later of two points at a step counts.
             for point in sorted(history, key=lambda point: point.timestamp):
-                lost[key, point.step] = point.value
+                lost[key, point.step] = _as_logged(point.value)
         return lost
 
     def _is_new(self, key: str, step: int, value: float) -> bool:
@@ -407,7 +411,8 @@ class MlflowRun(RunReader):
             # A count of 0 is left out until the first event, since most runs never have one.
             return bool(value) or key in self._last_step or key not in EVENT_COUNTS
         lost = self._lost.get((key, step))
-        return lost is not None and not _is_same(lost, value)
+        # As texts, since NaN is unlike itself.
+        return lost is not None and str(lost) != str(value)
 
     def _send_points(self) -> None:
         """Send each metric's points behind its last step. In order, so that none is lost."""
@@ -501,13 +506,6 @@ class MlflowRun(RunReader):
         )
         monitor.start()
         return monitor
-
-
-def _is_same(stored: float, value: float) -> bool:
-    """Whether MLflow's value is this one."""
-    # NaN is unlike itself, so it is compared apart.
-    both_nan = math.isnan(stored) and math.isnan(value)
-    return both_nan or _as_logged(stored) == value
 
 
 def _as_logged(stored: float) -> float:

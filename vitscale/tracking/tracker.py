@@ -107,13 +107,26 @@ class Tracker:
                 f"{self._journal.last_step + 1} to {resume_step}"
             )
 
+        # One value for the configuration and the code that make this run.
         version = source_version()
-        made_with = self._hash_of_origin(version)
-        tracking_id = self._tracking_id(name, made_with, resume_step=resume_step)
+        makers = (self.folder / mlflow_sync.CONFIG_NAME).read_bytes()
+        if version is not None:
+            makers += version.short.encode()
+        made_with = sha256(makers).hexdigest()
+
+        tracking_id = uuid.uuid4().hex
         before = mlflow_sync.read_record(self.folder)
-        # A copy that is resumed names its original.
-        if resume_step > 0 and before is not None and before.tracking_id != tracking_id:
-            tags = tags | {mlflow_sync.COPY_TAG: before.tracking_id}
+        own = mlflow_sync.own_record(self.folder)
+        if before is not None and own is not None:
+            # A start at step 0 continues an unfinished run of the same configuration and code
+            # alone, since MLflow cannot replace points.
+            is_same = own.status != "FINISHED" and own.made_with == made_with
+            # A folder that goes on under another name is another run, wherever its original is.
+            if before.name == name and (resume_step > 0 or is_same):
+                tracking_id = own.tracking_id
+            # A copy that is resumed names its original.
+            if resume_step > 0 and before.tracking_id != tracking_id:
+                tags = tags | {mlflow_sync.COPY_TAG: before.tracking_id}
         tags = _process_tags(version) | settings.tags | tags | {"vitscale.stage": stage}
 
         self._record(
@@ -153,29 +166,6 @@ class Tracker:
             thread = threading.Thread(target=self._deliver, args=arguments, daemon=True)
             self._threads[store] = thread
             thread.start()
-
-    def _hash_of_origin(self, version: SourceVersion | None) -> str:
-        """One value for the configuration and the code that make this run."""
-        made_with = (self.folder / mlflow_sync.CONFIG_NAME).read_bytes()
-        if version is not None:
-            made_with += version.short.encode()
-        return sha256(made_with).hexdigest()
-
-    def _tracking_id(self, name: str, made_with: str, *, resume_step: int) -> str:
-        """The id of the run that this start continues, or a new one."""
-        last = mlflow_sync.own_record(self.folder)
-        if last is None:
-            return uuid.uuid4().hex
-
-        # A start at step 0 continues an unfinished run of the same configuration and code alone,
-        # since MLflow cannot replace points.
-        is_same = last.status != "FINISHED" and last.made_with == made_with
-        # A folder that goes on under another name is another run, wherever its original is now.
-        before = mlflow_sync.read_record(self.folder)
-        is_renamed = before is not None and before.name != name
-        if is_renamed or not (resume_step > 0 or is_same):
-            return uuid.uuid4().hex
-        return last.tracking_id
 
     def _record(self, event: str, **values: object) -> None:
         with or_warn(self.folder / EVENTS_NAME, self._say):
