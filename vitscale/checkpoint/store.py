@@ -45,7 +45,7 @@ from vitscale.config.errors import (
     UserError,
     print_note,
 )
-from vitscale.distributed.atomic_files import fsync_folder, retried
+from vitscale.distributed.atomic_files import Say, fsync_folder, retried
 from vitscale.distributed.processes import end_now, node_name
 from vitscale.distributed.world import (
     SAVES,
@@ -197,7 +197,7 @@ class CheckpointStore:
 
         yield from pieces
 
-    def wait(self, *, say: Callable[[str], None] | None = None) -> Commit | None:
+    def wait(self, *, say: Say | None = None) -> Commit | None:
         """Wait until the last save is committed. Returns it, unless it was taken before.
 
         Raises UserError, the same on all ranks, when it could not be. With `say`, storage may fail

@@ -33,6 +33,7 @@ from vitscale.data.remote import (
     prefix_of_hash,
     read_chunks,
 )
+from vitscale.data.settings import RemoteSettings
 from vitscale.distributed.atomic_files import retried_read
 from vitscale.images.jpeg.entry_points import (
     FOLDER_NAME,
@@ -42,8 +43,6 @@ from vitscale.images.jpeg.entry_points import (
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-    from vitscale.data.settings import RemoteSettings
 
 MAX_SHOWN = 10
 FORMAT_VERSION: Literal[2] = 2
@@ -61,7 +60,7 @@ DATA_LOSS_ERRNOS = (errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
 ARRAYS = ("shard_of", "offset", "length", "label", "hash_prefix")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardEntry:
     """One tar file."""
 
@@ -71,7 +70,7 @@ class ShardEntry:
     blake3: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SplitEntry:
     """One split: its tars in order, and a hash of its samples in order."""
 
@@ -85,7 +84,7 @@ class SplitEntry:
         return tuple(shard.samples for shard in self.shards)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Contents of manifest.json."""
 
@@ -319,9 +318,6 @@ def read_split(
     key: the setting that names the split. check_files: False where another rank checks them.
     Raises UserError, with all problems at once.
     """
-    # Here: data preparation reads manifests alone, and has no such settings.
-    from vitscale.data.settings import RemoteSettings
-
     folder = location_of(folder)
     manifest = read_manifest(folder)
     if split not in manifest.splits:

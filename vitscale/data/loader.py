@@ -71,7 +71,7 @@ Filled = tuple[torch.Tensor, list[int], list[Unreadable]]
 Layout = tuple[int, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """B images of one rank."""
 

@@ -257,7 +257,7 @@ def locked(folder: Path, name: str, *, wait: bool = True) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RemoteFile:
     """A file at a URL, with the size and hash that a manifest gives, and the cache that keeps it.
 

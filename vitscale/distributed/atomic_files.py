@@ -23,6 +23,8 @@ import blake3
 from vitscale.config.errors import PASSING, not_read, print_note
 
 T = TypeVar("T")
+Say = Callable[[str], None]
+"""Prints a line, or keeps it."""
 HASH_CHUNK_BYTES = 1 << 20
 # How long to wait before each further attempt after an error that often passes.
 PAUSES_S = (0.5, 1.0, 2.0)
@@ -87,9 +89,8 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[in
 
 
 @contextmanager
-def atomic_file(path: Path | str) -> Iterator[BinaryIO]:
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path` for bytes; rename it when the block succeeds."""
-    path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         # The name is random, so that two writers of the same path do not share a temporary file.
@@ -105,12 +106,12 @@ def atomic_file(path: Path | str) -> Iterator[BinaryIO]:
     fsync_folder(path.parent)
 
 
-def write_bytes(path: Path | str, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes) -> None:
     with atomic_file(path) as file:
         file.write(data)
 
 
-def write_text(path: Path | str, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
@@ -119,7 +120,7 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
-def write_json(path: Path | str, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
     write_text(path, json_text(value))
 
 
@@ -213,7 +214,7 @@ def open_log(file: Path | int) -> TextIO:
 
 
 @contextmanager
-def or_warn(what: Path | str, say: Callable[[str], None]) -> Iterator[None]:
+def or_warn(what: Path, say: Say) -> Iterator[None]:
     """Say it when storage refuses what the block writes, which is then lost."""
     try:
         yield

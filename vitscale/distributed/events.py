@@ -35,7 +35,7 @@ FAILED = "failed"
 GUESSES = (FailureKind.OTHER, FailureKind.HANG, FailureKind.PEER_LOST)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Failure:
     """Why an attempt failed, as one process reports it."""
 
@@ -64,7 +64,7 @@ class Failure:
         return f"{self.what} ({self.kind}{when})"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingStart:
     """One start of a training."""
 

@@ -141,7 +141,7 @@ class TrainingRun(Run):
         yield from launch_problems(self.launch)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
     """Values derived from a run, the world size and the number of samples; never written back."""
 
@@ -167,7 +167,7 @@ class TrainingPlan:
         return text
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MicroBatches:
     """The micro-batches that a rank's share of the global batch can be divided into."""
 

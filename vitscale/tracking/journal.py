@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from vitscale.distributed.atomic_files import fsync_folder, open_log, write_bytes
+from vitscale.distributed.atomic_files import Say, fsync_folder, open_log, write_bytes
 
 JOURNAL_NAME = "journal.jsonl"
 LOG_NAME = "logs/rank0.log"
@@ -75,7 +75,7 @@ def decode(line: bytes) -> Row | None:
     return Row(step=step, time=moment, metrics=metrics)
 
 
-def read_rows(path: Path | str, *, offset: int = 0) -> Iterator[tuple[Row, int]]:
+def read_rows(path: Path, *, offset: int = 0) -> Iterator[tuple[Row, int]]:
     """Yield (row, offset of the next line) from `offset` on. Skips unreadable lines."""
     with open(path, "rb") as file:
         file.seek(offset)
@@ -104,8 +104,8 @@ class Journal:
     last_step = 0
     """Of the line before those of this start."""
 
-    def __init__(self, path: Path | str, *, resume_step: int) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path, *, resume_step: int) -> None:
+        self.path = path
         self.path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
 
         if self.path.exists():
@@ -179,9 +179,7 @@ def format_duration(seconds: float) -> str:
 
 
 @contextmanager
-def training_log(
-    folder: str | Path, *, is_writer: bool
-) -> Iterator[Callable[[str], None]]:
+def training_log(folder: Path, *, is_writer: bool) -> Iterator[Say]:
     """Yield a function that prints a line after the clock time and appends it to LOG_NAME.
 
     On other ranks it does nothing. After the block it prints alone.
@@ -189,7 +187,7 @@ def training_log(
     if not is_writer:
         yield lambda text: None
         return
-    path = Path(folder) / LOG_NAME
+    path = folder / LOG_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_log(path) as log:
 

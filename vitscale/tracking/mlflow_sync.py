@@ -18,7 +18,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -38,7 +38,7 @@ from vitscale.config.redaction import (
     shared_yaml,
     short_reason,
 )
-from vitscale.distributed.atomic_files import or_warn
+from vitscale.distributed.atomic_files import Say, or_warn
 from vitscale.distributed.events import EVENTS_NAME, append_event, read_events
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.run_files import safe_files
@@ -86,11 +86,10 @@ MAX_FILE_BYTES = 256 << 20
 VITALS_PREFIX = "vitals/"
 ROWS_PER_ROUND = 200
 
-Say = Callable[[str], None]
 Status = Literal["RUNNING", "PAUSED", "FINISHED", "FAILED", "KILLED"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """What MLflow is told of a run beside metrics and configuration, and how the run ended."""
 
@@ -199,28 +198,22 @@ def _find(client: MlflowClient, query: str, *, limit: int) -> list[Any]:
     """Runs that MLflow's filter finds in all experiments, newest first."""
     runs: list[Any] = []
     newest = ["attributes.start_time DESC"]
-    for experiments in _pages_of_experiments(client):
-        runs += client.search_runs(
-            experiments, query, max_results=limit, order_by=newest
-        )
-    # Each page of experiments is sorted by itself, so all pages are sorted together again.
-    runs.sort(key=lambda run: run.info.start_time or 0, reverse=True)
-    return runs[:limit]
-
-
-def _pages_of_experiments(client: MlflowClient) -> Iterator[list[str]]:
-    """Ids of all experiments, a page at a time."""
     token: str | None = None
     seen: set[str] = set()
     while True:
         page = client.search_experiments(page_token=token)
-        if page:
-            yield [experiment.experiment_id for experiment in page]
+        ids = [experiment.experiment_id for experiment in page]
+        if ids:
+            runs += client.search_runs(ids, query, max_results=limit, order_by=newest)
         token = page.token
         # A server that repeats itself would never end.
         if not token or token in seen:
-            return
+            break
         seen.add(token)
+
+    # Each page of experiments is sorted by itself, so all pages are sorted together again.
+    runs.sort(key=lambda run: run.info.start_time or 0, reverse=True)
+    return runs[:limit]
 
 
 def _find_by_id(
@@ -420,20 +413,19 @@ class MlflowRun(RunReader):
 
         rows = self.new_rows()
         while chunk := list(itertools.islice(rows, ROWS_PER_ROUND)):
-            points = [
-                Metric(key, value, int(row.time * 1000), row.step)
-                for row in chunk
-                for key, value in row.metrics.items()
-                if self._is_new(key, row.step, value)
-            ]
-            repeated_steps = [
-                point.step
-                for point in points
-                if point.step <= self._last_step.get(point.key, -1)
-            ]
-            for point in points:
-                last_step = self._last_step.get(point.key, -1)
-                self._last_step[point.key] = max(point.step, last_step)
+            points = []
+            repeated_steps = []
+            for row in chunk:
+                for key, value in row.metrics.items():
+                    if not self._is_new(key, row.step, value):
+                        continue
+                    moment = int(row.time * 1000)
+                    points.append(Metric(key, value, moment, row.step))
+
+                    last_step = self._last_step.get(key, -1)
+                    if row.step <= last_step:
+                        repeated_steps.append(row.step)
+                    self._last_step[key] = max(row.step, last_step)
 
             # Remembered only in this object: after an error another one asks MLflow what arrived.
             self.client.log_batch(self.run_id, metrics=points)

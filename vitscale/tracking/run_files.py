@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vitscale.config.errors import UserError
+from vitscale.distributed.atomic_files import Say
 from vitscale.tracking.journal import JOURNAL_NAME
 
 MIB = 1 << 20
@@ -48,7 +49,7 @@ def check_records(folder: Path) -> None:
 
 
 def safe_files(
-    folder: Path, patterns: Sequence[str], *, max_bytes: int, say: Callable[[str], None]
+    folder: Path, patterns: Sequence[str], *, max_bytes: int, say: Say
 ) -> Iterator[Path]:
     """Yield the files of a run folder that match, in order; say which ones are left out."""
     for pattern in patterns:

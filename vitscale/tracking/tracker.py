@@ -23,7 +23,7 @@ from shlex import quote
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, print_note
 from vitscale.config.packaged import SourceVersion, source_version
 from vitscale.config.redaction import redact, short_reason
-from vitscale.distributed.atomic_files import or_warn, write_text
+from vitscale.distributed.atomic_files import Say, or_warn, write_text
 from vitscale.distributed.events import EVENTS_NAME, append_event
 from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import JOURNAL_NAME, Journal
@@ -72,7 +72,7 @@ class Tracker:
         is_writer: bool,
         note: str = "",
         origin: str | None = None,
-        say: mlflow_sync.Say = print_note,
+        say: Say = print_note,
     ) -> None:
         """Open the journal at `resume_step` (0: from the start) and start sending it.
 
