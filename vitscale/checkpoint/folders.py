@@ -45,6 +45,8 @@ from vitscale.distributed.atomic_files import (
 )
 
 T = TypeVar("T")
+Piece = bytes | memoryview
+"""A part of a file."""
 Listing = Mapping[str, Mapping[str, Any]]
 """Files of a checkpoint: name -> {bytes, blake3}."""
 Score = Mapping[str, Any]
@@ -331,7 +333,7 @@ class Commit:
 
 
 def commit_save(
-    save: Save, pieces: Iterable[bytes | memoryview], *, gather: Gather = only_this_rank
+    save: Save, pieces: Iterable[Piece], *, gather: Gather = only_this_rank
 ) -> Commit:
     """Write this rank's tensors and commit the step once all ranks have.
 
@@ -371,7 +373,7 @@ def _result_of(save: Save, work: Callable[[], T]) -> T | UserError:
         )
 
 
-def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Listing:
+def _write_share(save: Save, pieces: Iterable[Piece]) -> Listing:
     if save.rank == 0:
         # The remains of a killed save may fill the disk, so they are removed first.
         _remove_leftovers(save)
@@ -382,7 +384,7 @@ def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Listing:
     return {name: written}
 
 
-def _write(save: Save, name: str, pieces: list[bytes | memoryview]) -> dict[str, Any]:
+def _write(save: Save, name: str, pieces: list[Piece]) -> dict[str, Any]:
     """Write a file of the temporary folder, several times if storage fails for a moment."""
     path = save.temporary / name
 

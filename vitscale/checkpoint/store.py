@@ -33,6 +33,7 @@ from vitscale.checkpoint.folders import (
     Checkpoint,
     Commit,
     OverdueError,
+    Piece,
     Save,
     commit_save,
     newest_checkpoint,
@@ -65,6 +66,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+Tensors = Mapping[str, torch.Tensor]
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 # After SILENT_S without a touch a holder on another node is gone. Under SLURM a start waits for
 # WAIT_S: the holder may be an attempt that is ending. The other ranks wait too, so not for longer.
@@ -115,7 +117,7 @@ class CheckpointStore:
 
     def save(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Tensors,
         *,
         step: int,
         progress: dict[str, Any],
@@ -153,9 +155,7 @@ class CheckpointStore:
         """Wait until the tensors given to `save` may change: before an update of the weights."""
         self._copied.wait()
 
-    def _write(
-        self, save: Save, tensors: Mapping[str, torch.Tensor], outcome: Future[Commit]
-    ) -> None:
+    def _write(self, save: Save, tensors: Tensors, outcome: Future[Commit]) -> None:
         try:
             if self.world.device.type == "cuda":
                 # A thread starts on GPU 0, where every rank of the node would open a context.
@@ -175,9 +175,7 @@ class CheckpointStore:
             return [value]
         return gather_objects(value, group=self._group)
 
-    def _finite(
-        self, save: Save, pieces: list[bytes | memoryview]
-    ) -> Iterator[bytes | memoryview]:
+    def _finite(self, save: Save, pieces: list[Piece]) -> Iterator[Piece]:
         """The pieces; DivergedError before the first if this rank holds what is not finite.
 
         Raises OSError without a run folder: one that was moved must not come back with a
@@ -406,7 +404,7 @@ class HostCopy:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ready: torch.cuda.Event | None = None
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def prepare(self, tensors: Tensors) -> None:
         """Get the memory for these tensors, as they are after the kernels queued so far."""
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._places.clear()  # they would keep a replaced buffer alive
@@ -417,7 +415,7 @@ class HostCopy:
         if self._stream is not None:
             self._ready = torch.cuda.current_stream(self._device).record_event()
 
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
+    def take(self, tensors: Tensors) -> list[Piece]:
         """Copy the prepared tensors. Returns the file's bytes in pieces, valid until next time.
 
         On a GPU the copy runs concurrently with the kernels of the training thread.

@@ -42,14 +42,7 @@ def find_config(path: str) -> str:
     path = os.path.expanduser(path)
     if os.path.exists(path):
         return path
-    # Names may be given as paths of the checkout, too, which tab completion makes.
-    name = path.removeprefix("configs/").removesuffix(".yaml")
-    names = config_names()
-    found = (
-        [name]
-        if name in names
-        else [each for each in names if each.endswith(f"/{name}")]
-    )
+    found = _named(path)
     # Several configurations may have this last part, and then the name says too little.
     if len(found) != 1:
         return path
@@ -59,13 +52,21 @@ def find_config(path: str) -> str:
     return str(PROJECT_ROOT / file)
 
 
+def _named(path: str) -> list[str]:
+    """The name that a path stands for, or else those that end like it."""
+    # Names may be given as paths of the checkout, too, which tab completion makes.
+    name = path.removeprefix("configs/").removesuffix(".yaml")
+    if name in config_names():
+        return [name]
+    return [each for each in config_names() if each.endswith(f"/{name}")]
+
+
 def similar_configs(path: str) -> str:
     """The next step after an unknown name or path: the names that end like it, or are similar."""
     from difflib import get_close_matches  # for errors alone
 
     name = path.removeprefix("configs/").removesuffix(".yaml")
-    names = [each for each in config_names() if each.endswith(f"/{name}")]
-    names = names[:5] or get_close_matches(name, config_names(), n=5, cutoff=0.5)
+    names = _named(name)[:5] or get_close_matches(name, config_names(), n=5, cutoff=0.5)
     if names:
         return f"did you mean {', '.join(names)}? `vitscale configs` lists all"
     return "`vitscale configs` lists all"

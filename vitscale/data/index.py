@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import FileIO
@@ -587,7 +587,7 @@ def _keys_of_rows(index: SplitIndex, rows: np.ndarray) -> list[str]:
     return list(keys)
 
 
-class _SplitGroups:
+class _SplitGroups(ExitStack):
     """The row groups of a split in an index, in which each group has samples of one split.
 
     A whole column of keys may be larger than memory, and than the 2 GiB of one Arrow array.
@@ -600,7 +600,8 @@ class _SplitGroups:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        self._file = pq.ParquetFile(path)
+        super().__init__()
+        self._file = self.enter_context(pq.ParquetFile(path))
         groups = [
             self._file.metadata.row_group(n) for n in range(self._file.num_row_groups)
         ]
@@ -620,12 +621,6 @@ class _SplitGroups:
     ) -> pa.Table:
         """Some columns of some of the split's row groups."""
         return self._file.read_row_groups(self._numbers[start:stop], columns=columns)
-
-    def __enter__(self) -> _SplitGroups:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
 
 def sample_names(

@@ -36,8 +36,8 @@ def timm_file(name: str, *, where: str) -> Path:
     """A file of timm's lists. Raises UserError if the installed timm lacks it."""
     # `find_spec` locates the package without importing it, which would import torch as well.
     spec = importlib.util.find_spec("timm")
-    for folder in [] if spec is None else list(spec.submodule_search_locations or ()):
-        path = Path(folder, "data", "_info", name)
+    if spec is not None and spec.origin is not None:
+        path = Path(spec.origin).parent / "data/_info" / name
         if path.is_file():
             return path
     what = f"{name} comes with timm, and the installed timm has none"

@@ -31,8 +31,8 @@ EVENTS_NAME = "events"
 ATTEMPT_VARIABLE = "VITSCALE_ATTEMPT"
 STARTED = "started"
 FAILED = "failed"
-# Kinds of reports by ranks that do not know the cause, the best guess first.
-GUESSES = (FailureKind.OTHER, FailureKind.HANG, FailureKind.PEER_LOST)
+# Kinds of reports by ranks that do not know the cause: the best guess first, behind all others.
+GUESSES = {FailureKind.OTHER: 1, FailureKind.HANG: 2, FailureKind.PEER_LOST: 3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +177,4 @@ def cause(reports: Sequence[Failure]) -> Failure | None:
     ]
 
     # Causes come before guesses; of equal ones `min` returns the first, which is the earliest.
-    return min(
-        reports,
-        key=lambda each: GUESSES.index(each.kind) + 1 if each.kind in GUESSES else 0,
-        default=None,
-    )
+    return min(reports, key=lambda each: GUESSES.get(each.kind, 0), default=None)

@@ -42,8 +42,7 @@ class Reader(RunReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        os.environ.update(ENVIRONMENT | os.environ)  # what the user has set wins
         settings = wandb.Settings(
             **dict.fromkeys(OFF, True),
             x_save_requirements=False,
