@@ -25,58 +25,36 @@ from vitscale.config.errors import (
 )
 from vitscale.config.packaged import CONFIGS, config_names
 
-PREPARE = {
-    "shards": (
-        "data_prep/make_shards.py",
-        "images -> shuffled shards, an index and a ledger",
-    ),
-    "index": (
-        "data_prep/index_shards.py",
-        "index the WebDataset tars of others, unchanged",
-    ),
-    "verify": ("data_prep/verify_shards.py", "read shards completely; draw samples"),
-    "duplicates": (
-        "data_prep/find_duplicates.py",
-        "find copies among images and of other sets",
-    ),
-    "corpus": (
-        "data_prep/make_corpus.py",
-        "write a small corpus: digits or characters",
-    ),
-}
-COMMANDS = {
-    "prepare": ("", f"images -> shards: {', '.join(PREPARE)}"),
-    "pretrain": ("pretrain/main.py", "shards -> checkpoint"),
-    "finetune": ("finetune/main.py", "checkpoint -> model for other labels"),
-    "evaluate": (
-        "finetune/evaluate_model.py",
-        "model and shards -> one table of results",
-    ),
-    "predict": ("finetune/predict.py", "model and images -> classes"),
-    "export": (
-        "finetune/export.py",
-        "model -> timm, Hugging Face, npz, ONNX, safetensors",
-    ),
-    "visualize": (
-        "finetune/visualize.py",
-        "model -> pictures: filters, positions, attention",
-    ),
-    "launch": (
-        "launch/slurm.py",
-        "submit a run or a chain to SLURM; --local: run it here",
-    ),
-    "compare": (
-        "launch/compare.py",
-        "runs -> tables and an HTML report; sync: to MLflow",
-    ),
-    "status": ("launch/status.py", "what runs do, and why they ended"),
-    "demo": (
-        "launch/demo.py",
-        "the whole chain on a small corpus, in minutes, without a GPU",
-    ),
-    "configs": ("", "list the packaged configurations; copy NAME: for editing"),
-    "completion": ("", "print the completion of bash, zsh or fish, to be sourced"),
-}
+
+def _table(text: str) -> dict[str, tuple[str, str]]:
+    """Command -> its script, and what it does."""
+    rows = [line.split(maxsplit=2) for line in text.strip().splitlines()]
+    return {name: (script, purpose) for name, script, purpose in rows}
+
+
+PREPARE = _table("""
+shards      data_prep/make_shards.py     images -> shuffled shards, an index and a ledger
+index       data_prep/index_shards.py    index the WebDataset tars of others, unchanged
+verify      data_prep/verify_shards.py   read shards completely; draw samples
+duplicates  data_prep/find_duplicates.py find copies among images and of other sets
+corpus      data_prep/make_corpus.py     write a small corpus: digits or characters
+""")
+# Those without a script are in this file.
+COMMANDS = _table("""
+prepare     -                            images -> shards: shards, index, verify, duplicates, corpus
+pretrain    pretrain/main.py             shards -> checkpoint
+finetune    finetune/main.py             checkpoint -> model for other labels
+evaluate    finetune/evaluate_model.py   model and shards -> one table of results
+predict     finetune/predict.py          model and images -> classes
+export      finetune/export.py           model -> timm, Hugging Face, npz, ONNX, safetensors
+visualize   finetune/visualize.py        model -> pictures: filters, positions, attention
+launch      launch/slurm.py              submit a run or a chain to SLURM; --local: run it here
+compare     launch/compare.py            runs -> tables and an HTML report; sync: to MLflow
+status      launch/status.py             what runs do, and why they ended
+demo        launch/demo.py               the whole chain on a small corpus in minutes, without a GPU
+configs     -                            list the packaged configurations; copy NAME: for editing
+completion  -                            print the completion of bash, zsh or fish, to be sourced
+""")
 # They run as many processes as there are GPUs, or --num-procs.
 PARALLEL = ("pretrain", "finetune", "evaluate")
 LOCAL = "launch/local.py"
