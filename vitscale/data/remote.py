@@ -79,8 +79,6 @@ def is_url(text: str) -> bool:
 class Url(str):
     """A folder or file at a URL with a scheme of `SCHEMES`; `/` joins names as with paths."""
 
-    __slots__ = ()
-
     @property
     def scheme(self) -> str:
         return self.partition(":")[0]

@@ -14,16 +14,9 @@ from vitscale.data.remote import Url, location_of
 from vitscale.images.settings import AugmentSettings
 
 # These choose nothing of tars without an index; data_prep/index_shards.py makes one.
-NEEDS_INDEX = (
-    "first_percent",
-    "only_classes",
-    "only_keys",
-    "mixture",
-    "dev_percent",
-    "repeats",
-    "views",
-    "planned_num_samples",
-)
+NEEDS_INDEX = """
+first_percent only_classes only_keys mixture dev_percent repeats views planned_num_samples
+""".split()
 
 
 class MixingSettings(Section):

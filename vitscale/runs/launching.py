@@ -87,7 +87,7 @@ SBATCH_OWNERS = {
     "time": "launch.timeout_min",
 }
 # Log files, signals and requeueing depend on these.
-SBATCH_FIXED = ("error", "no-requeue", "open-mode", "output", "requeue", "wrap")
+SBATCH_FIXED = "error no-requeue open-mode output requeue wrap".split()
 # SLURM may send the warning this much earlier (man sbatch, --signal).
 SIGNAL_EARLY_S = 60
 

@@ -22,13 +22,9 @@ from vitscale.tracking.mlflow_sync import RunReader, Status
 # Unless the user has set them: no reports of errors to others, and no questions to a terminal.
 ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
 # W&B's own collections may have secrets: arguments, edits, the remote's address, output.
-OFF = (
-    "disable_git",
-    "disable_code",
-    "x_disable_meta",
-    "x_disable_machine_info",
-    "x_disable_stats",
-)
+OFF = """
+disable_git disable_code x_disable_meta x_disable_machine_info x_disable_stats
+""".split()
 # W&B's codes of a run that is preempted, and of one that is stopped by hand.
 EXIT_CODES: dict[Status, int] = {
     "FINISHED": 0,
