@@ -169,7 +169,8 @@ def _is_copy(folder: Path, origin: str, *, tracking_id: str) -> bool:
 
 def prepare() -> None:
     """Import mlflow, with our defaults. In a training not by a thread: imports may interfere."""
-    os.environ.update(ENVIRONMENT | os.environ)  # what the user has set wins
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     import mlflow.tracking  # noqa: F401
 
     # Failures are raised and reported once; these loggers would repeat them.

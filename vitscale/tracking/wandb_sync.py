@@ -38,7 +38,8 @@ class Reader(RunReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        os.environ.update(ENVIRONMENT | os.environ)  # what the user has set wins
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         settings = wandb.Settings(
             **dict.fromkeys(OFF, True),
             x_save_requirements=False,
