@@ -23,6 +23,7 @@ from launch.comparison.differences import (
     spread,
 )
 from launch.comparison.runs import ComparedRun
+from launch.jobs.status_text import aligned
 from vitscale.config.errors import not_written
 from vitscale.config.redaction import printable
 from vitscale.distributed.atomic_files import write_text
@@ -227,12 +228,7 @@ def plain_text(table: Table) -> str:
     for row in (table.header, *table.rows):
         parts = [wrap(printable(cell), MAX_CELL) for cell in row]
         cells += zip_longest(*parts, fillvalue="")
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [table.title]
-    for row in cells:
-        padded = "  ".join(map(str.ljust, row, widths))
-        lines.append(f"  {padded}".rstrip())
-    return "\n".join(lines) + "\n"
+    return "\n  ".join([table.title, *aligned(cells)]) + "\n"
 
 
 # ---- files ------------------------------------------------------------------------------------

@@ -149,8 +149,6 @@ def load_runs(names: Sequence[str], *, uri: str | None) -> list[ComparedRun]:
             runs += _load(name, uri=uri)
         except UserError as error:
             errors.append(error)
-    if len(errors) == 1:
-        raise errors[0]
     if errors:
         raise UserErrors(errors)
     return _with_distinct_labels(_with_states(_once_each(runs)))

@@ -27,10 +27,7 @@ from vitscale.tracking.mlflow_sync import (
     read_record,
 )
 from vitscale.tracking.run_files import check_records
-from vitscale.tracking.settings import (
-    absolute_uri,
-    default_uri,
-)
+from vitscale.tracking.settings import absolute_uri, default_uri
 from vitscale.tracking.tracker import Opener, reader_of
 
 STATUS: dict[RunState, Status] = {

@@ -29,7 +29,7 @@ from launch.jobs.preparation import (
 )
 from launch.jobs.queue import NoAnswerError, ask_slurm, fields_of
 from launch.jobs.snapshot import folder_name, read_code
-from launch.jobs.status_text import format_size
+from launch.jobs.status_text import aligned, format_size
 from launch.jobs.submission import sbatch_text, submission_environment
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import resolve_weights, step_folders
@@ -219,10 +219,7 @@ def describe(run: LaunchableRun) -> str:
     values = run.model_dump(mode="json", exclude_defaults=True)
     settings = [f"{key}: {redact(yaml_flow(value))}" for key, value in values.items()]
 
-    rows = list(_known_rows(run))
-    width = max(len(name) for name, _ in rows)
-    plan = [f"{name:<{width}}  {value}" for name, value in rows]
-
+    plan = aligned(list(_known_rows(run)))
     return "\n".join(["# Run", f"stage: {run.stage}", *settings, "", "# Plan", *plan])
 
 
@@ -506,12 +503,7 @@ def as_table(checks: Sequence[Check]) -> str:
         if check.next_step:
             rows.append(("", "", f"next: {check.next_step}"))
 
-    name_width = max(len(name) for name, _, _ in rows)
-    result_width = max(len(result) for _, result, _ in rows)
-    return "\n".join(
-        f"{name:<{name_width}}  {result:<{result_width}}  {detail}".rstrip()
-        for name, result, detail in rows
-    )
+    return "\n".join(aligned(rows))
 
 
 def slurm_check(script: str) -> list[Check]:
