@@ -209,16 +209,10 @@ def last_lines(path: Path) -> list[bytes]:
 
 def _append(folder: Path, attempt: Attempt) -> None:
     """Append an event. If storage keeps refusing it, print a warning and drop it."""
-    # What is left out is read as the default.
-    values = {
-        key: value
-        for key, value in asdict(attempt).items()
-        if value not in (None, (), "")
-    }
 
     def append() -> None:
         folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-        append_event(folder, ATTEMPT, values)
+        append_event(folder, ATTEMPT, asdict(attempt))
 
     # A run goes on without its record rather than end for it.
     with or_warn(
