@@ -20,7 +20,13 @@ from typing import Literal
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
-from launch.jobs.queue import NoAnswerError, depending_on, jobs_of, submitted_ids
+from launch.jobs.queue import (
+    NoAnswerError,
+    depending_on,
+    jobs_of,
+    submitted_ids,
+    user_jobs,
+)
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, Submission, submit_to_slurm
 from pretrain.run import PretrainRun
@@ -235,7 +241,7 @@ def submit_run(
 def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[str]:
     """Return the ids of the jobs to wait for. Raises UserError for a second job of a run."""
     try:
-        jobs = jobs_of(run_folder)
+        jobs = jobs_of(run_folder, jobs=user_jobs())
     except NoAnswerError as error:
         if wait:
             raise UserError(

@@ -199,16 +199,8 @@ def _seconds(text: str) -> float | None:
     return float(text) if text.isdecimal() else None
 
 
-def jobs_of(
-    run_folder: Path, *, jobs: Sequence[QueuedJob] | None = None
-) -> list[QueuedJob]:
-    """The jobs of a run that are queued or running, oldest first.
-
-    jobs: the answer of `user_jobs`, to ask SLURM once for many runs.
-    Raises NoAnswerError.
-    """
-    if jobs is None:
-        jobs = user_jobs()
+def jobs_of(run_folder: Path, *, jobs: Iterable[QueuedJob]) -> list[QueuedJob]:
+    """Those of `jobs` that belong to a run and are queued or running."""
     return [job for job in jobs_with_script(run_folder, jobs) if not job.has_ended]
 
 

@@ -581,11 +581,11 @@ def run_checks(run: LaunchableRun, *, known: KnownFacts | None = None) -> list[C
 
     known: what the checks of other runs have counted, and this one adds to.
     """
+    # Only a data preparation has several tasks, and only other stages have several ranks.
+    num_tasks = run.launch.num_tasks * run.launch.num_ranks
+    rows = [Check("configuration", "ok", f"{run.stage}, {num_tasks} task(s)")]
     if isinstance(run, DataPrepRun):
-        return list(_data_prep_checks(run))
-
-    size = f"{run.stage}, {run.launch.num_ranks} task(s)"
-    rows = [Check("configuration", "ok", size)]
+        return rows + list(_source(run))
     if isinstance(run, EvaluateRun):
         return rows + caught("data", _evaluation_data(run))
 
@@ -657,9 +657,7 @@ def _fetch_weights(run: LaunchableRun) -> None:
             resolve_weights(file, key=key)
 
 
-def _data_prep_checks(run: DataPrepRun) -> Iterator[Check]:
-    size = f"{run.stage}, {run.launch.num_tasks} task(s)"
-    yield Check("configuration", "ok", size)
+def _source(run: DataPrepRun) -> Iterator[Check]:
     images = location_of(run.source.path)
     if isinstance(images, Path) and not images.exists():
         next_step = "correct source.path, unless only the nodes see it"
