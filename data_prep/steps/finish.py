@@ -42,7 +42,7 @@ from data_prep.steps.corpus_check import (
 )
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import read_containers
-from data_prep.steps.plan_shards import REJECTED, read_plan
+from data_prep.steps.plan_shards import REJECTED, read_plan, with_column
 from data_prep.steps.tars import facts_of, root_of, split_of, tar_units
 from data_prep.steps.work import (
     WorkFolder,
@@ -204,8 +204,7 @@ def _with_unique_keys(
         longer = pc.binary_join_element_wise(prefix, keys, "/")
         is_again = pc.is_in(keys, value_set=again[container.split])
         unique = pc.if_else(is_again, longer, keys)
-        position = table.column_names.index("key")
-        changed.append(table.set_column(position, "key", unique))
+        changed.append(with_column(table, "key", unique))
     return changed
 
 

@@ -52,24 +52,26 @@ KEY_HASH_LENGTH = 16
 _HASHED = re.compile(rf"-[0-9a-f]{{{KEY_HASH_LENGTH}}}$")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
+# Paths and keys are large: the offsets of other binary columns overflow at 2 GiB.
 ROW_SCHEMA = pa.schema(
-    {
-        "order_high": "uint64",
-        "order_low": "uint64",
-        "holdout": "uint64",
-        # The offsets of binary columns overflow at 2 GiB.
-        "path": "large_binary",
-        "split": "string",
-        "class": "string",
-        "key": "large_string",
-        "num_bytes": "int64",
-        "reason": "string",
-        "file": "binary",
-        "offset": "int64",
-        "modified_ns": "int64",
-        "spooled": "bool",
-        "inode": "uint64",
-    }
+    dict(
+        line.split()
+        for line in """\
+    order_high uint64
+    order_low uint64
+    holdout uint64
+    path large_binary
+    split string
+    class string
+    key large_string
+    num_bytes int64
+    reason string
+    file binary
+    offset int64
+    modified_ns int64
+    spooled bool
+    inode uint64""".splitlines()
+    )
 )
 
 
