@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import pyarrow as pa
 
@@ -36,8 +36,7 @@ FILE_FAULTS = {
 }.union(DATA_LOSS_ERRNOS)
 
 
-@dataclass(frozen=True, slots=True)
-class Container:
+class Container(NamedTuple):
     """The unit of listing: a class folder, tar or table. All of them fit in memory."""
 
     path: str

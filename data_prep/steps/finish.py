@@ -14,8 +14,8 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -70,8 +70,7 @@ FINAL = "final"
 FINISHED = "finish"
 
 
-@dataclass(frozen=True)
-class Tar:
+class Tar(NamedTuple):
     """One tar and its samples, in its order."""
 
     split: str

@@ -12,7 +12,6 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -78,7 +77,7 @@ ROW_SCHEMA = pa.schema(
 def list_containers(work: WorkFolder, unit: str) -> None:
     containers = open_source(work.run.source, work.run.labels).containers()
     _check_names(containers)
-    write_json(work.path / unit, [astuple(container) for container in containers])
+    write_json(work.path / unit, containers)
 
 
 def _check_names(containers: Sequence[Container]) -> None:

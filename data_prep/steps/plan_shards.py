@@ -11,8 +11,8 @@ import json
 import math
 import shutil
 from collections import Counter
-from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -44,28 +44,27 @@ RATIO_IMAGES = 256
 PLANNED = "path class key label num_bytes file offset modified_ns spooled".split()
 
 # Rows of the ledger; those without a reason are also rows of the index.
-OUTCOMES = pa.schema(
-    {
-        "path": "string",
-        "split": "string",
-        "class": "string",
-        "reason": "string",
-        "changes": "string",
-        "detail": "string",
-        "input_hash": pa.binary(32),
-        "key": "string",
-        "offset": "int64",
-        "length": "int64",
-        "format": "string",
-        "width": "int32",
-        "height": "int32",
-        "blake3": pa.binary(32),
-    }
+TYPES = dict(
+    line.split()
+    for line in """\
+    path string
+    split string
+    class string
+    reason string
+    changes string
+    detail string
+    key string
+    offset int64
+    length int64
+    format string
+    width int32
+    height int32""".splitlines()
 )
+HASHES = dict.fromkeys(("input_hash", "blake3"), pa.binary(32))
+OUTCOMES = pa.schema(TYPES | HASHES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """Decisions for the whole corpus; the rows of the shards are stored separately."""
 
     classes: list[str]
@@ -145,7 +144,7 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     # rows.arrow comes last: it says that this step is done.
     work.commit_table(REJECTED, rejected)
     temporary = work.temporary("rows")
-    schema = planned.schema.with_metadata({"plan": json.dumps(asdict(plan))})
+    schema = planned.schema.with_metadata({"plan": json.dumps(plan._asdict())})
     with open(temporary, "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for shard_rows in positions:
             (batch,) = planned.take(shard_rows).combine_chunks().to_batches()
