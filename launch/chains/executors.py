@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 from launch.chains.load import Chain, ChainStep
 from launch.comparison.report import ABSENT, Table, plain_text
@@ -57,8 +56,7 @@ HASH_OF_FILE = "_blake3"
 # ---- what is done -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepState:
+class StepState(NamedTuple):
     text: str
     """done, missing, old, resumable (step N) or changed."""
     finished: float | None = None

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from launch.comparison.runs import AXES, ComparedRun
 from vitscale.config.changes import changed_settings, with_effect
@@ -43,8 +44,7 @@ IMPORTANT = """
 """.split()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Budget:
+class Budget(NamedTuple):
     """A point to compare at: the total of an axis, which all trainings have reached."""
 
     axis: str
@@ -70,8 +70,7 @@ Pairs = tuple[tuple[str, str], ...]
 """Keys with their texts, of one run."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """Mean and sample standard deviation over seeds; of a single run, no deviation."""
 
     mean: float

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
+from typing import NamedTuple
 
 from launch.comparison.differences import (
     Comparison,
@@ -43,8 +44,7 @@ OTHERS_TITLE = "Other metrics at the end"
 COSTS_TITLE = "Cost and origin"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class Table(NamedTuple):
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -248,7 +248,7 @@ def write_json(comparison: Comparison, path: Path) -> None:
     ]
     values = {
         "runs": runs,
-        "budget": comparison.budget and asdict(comparison.budget),
+        "budget": comparison.budget and comparison.budget._asdict(),
         "metrics": [asdict(line) for line in comparison.metrics],
     }
     # Numbers that are not finite become strings, as in journals.

@@ -136,17 +136,9 @@ def ask_slurm(*command: str, stdin: str = "") -> str:
 
 def user_jobs() -> list[QueuedJob]:
     """All jobs of this user that SLURM remembers, by submission. Raises NoAnswerError."""
-    command = [
-        "squeue",
-        "--verbose",
-        # Otherwise without jobs of hidden partitions, except for root.
-        "--all",
-        "--noheader",
-        "--array",
-        "--states=all",
-        f"--user={os.getuid()}",
-    ]
-    text = ask_slurm(*command, f"--format={FORMAT}")
+    # Without --all, jobs of hidden partitions would be missing, except for root.
+    command = "squeue --verbose --all --noheader --array --states=all".split()
+    text = ask_slurm(*command, f"--user={os.getuid()}", f"--format={FORMAT}")
 
     # The options that come first are left out: the format is among them.
     clock = SLURM_CLOCK.search(text)

@@ -397,7 +397,7 @@ def submit_to_slurm(
             redirect_stderr(io.StringIO()),
         ):
             # An array of one is submitted as a plain job.
-            first = executor.submit_array([job] * launch.num_tasks)[0]
+            submitted = executor.submit_array([job] * launch.num_tasks)
     except (FailedJobError, FailedSubmissionError) as error:
         lines = str(error).strip().splitlines()
         message = "; ".join(line.removeprefix("sbatch: error: ") for line in lines)
@@ -406,6 +406,7 @@ def submit_to_slurm(
             next_step="compare the launch section with what sinfo and sacctmgr show",
         ) from error
 
+    first = submitted[0]
     return Submission(first.job_id.partition("_")[0], first.paths.folder)
 
 

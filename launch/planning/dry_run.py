@@ -14,9 +14,9 @@ import re
 import shutil
 import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
@@ -61,8 +61,7 @@ OF_PIXELS = (
 ).split()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataFacts:
+class DataFacts(NamedTuple):
     """Size of the training set (the whole split, or what `data` takes of it), and its source."""
 
     num_samples: int | None
@@ -249,17 +248,14 @@ def batch_script(run: LaunchableRun) -> str:
 def _known_rows(run: LaunchableRun) -> Rows:
     """The rows of a plan up to the first error, which ends it; the checks find the others."""
     try:
-        yield from _rows(run)
+        if isinstance(run, DataPrepRun):
+            yield from _data_prep_rows(run)
+        elif isinstance(run, EvaluateRun):
+            yield from _evaluation_rows(run)
+        else:
+            yield from plan_rows(run)
     except UserError as error:
         yield "error", f"{error.where}: {error.what}"
-
-
-def _rows(run: LaunchableRun) -> Rows:
-    if isinstance(run, DataPrepRun):
-        return _data_prep_rows(run)
-    if isinstance(run, EvaluateRun):
-        return _evaluation_rows(run)
-    return plan_rows(run)
 
 
 def _evaluation_rows(run: EvaluateRun) -> Rows:
@@ -445,8 +441,7 @@ def _cost_rows(
 # ---- checks -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     name: str
     result: Literal["ok", "warning", "error"]
     detail: str
