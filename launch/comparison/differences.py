@@ -275,9 +275,7 @@ def _metric_line(
     best = []
     equal = []
     for run in runs:
-        points = [
-            Point(value, (step,)) for step, value in zip(*run.series(key), strict=True)
-        ]
+        points = [Point(value, (step,)) for step, value in run.series(key)]
         last = [NOTHING, *points][-1]
         final.append(last)
 

@@ -124,7 +124,7 @@ def render(comparison: Comparison) -> str:
     charts: dict[bool, list[tuple[str, str, str]]] = {True: [], False: []}
     constant = []
     for line in lines:
-        if any(any(run.series(line.key)[1]) for run in runs):
+        if any(value for run in runs for _, value in run.series(line.key)):
             title = TITLES.get(line.key, "")
             charts[is_judged(line)].append((title, line.key, _curves(comparison, line)))
         else:
@@ -169,7 +169,7 @@ def _curves(comparison: Comparison, line: MetricLine) -> str:
         axis = comparison.budget.axis
     series = []
     for run in comparison.runs:
-        steps, values = map(np.array, run.series(line.key))
+        steps, values = np.reshape(run.series(line.key), (-1, 2)).T
         finite = np.flatnonzero(np.isfinite(values))
         places = finite[_drawn(values[finite])]
         x = np.interp(steps[places], run.steps, run.totals[axis])

@@ -85,12 +85,9 @@ class ComparedRun:
         """Name, number of images and fingerprint of what it was evaluated on."""
         return self.tags.get(VAL_DATA_TAG, "")
 
-    def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a metric."""
-        points = [
-            (row.step, row.metrics[key]) for row in self.rows if key in row.metrics
-        ]
-        return [step for step, _ in points], [value for _, value in points]
+    def series(self, key: str) -> list[tuple[int, float]]:
+        """Step and value of a metric, wherever it was logged."""
+        return [(row.step, row.metrics[key]) for row in self.rows if key in row.metrics]
 
 
 def _hours(run: ComparedRun) -> list[float]:
