@@ -161,10 +161,8 @@ def record_requeue(attempt: Attempt, run_folder: Path | str) -> None:
 def _close(attempt: Attempt, folder: Path, **changes: Any) -> Attempt:
     """Append the end of an attempt. Default of `ended`: the time of its last journal line."""
     # The last line may be cut off.
-    decoded = map(decode, reversed(last_lines(folder / JOURNAL_NAME)))
-    row = next((row for row in decoded if row is not None), None)
-    if row is None:
-        row = Row(step=0, time=0.0, metrics={})
+    rows = filter(None, map(decode, reversed(last_lines(folder / JOURNAL_NAME))))
+    row = next(rows, Row(step=0, time=0.0, metrics={}))
 
     saved = saved_step(folder)
     values: dict[str, Any] = {

@@ -27,6 +27,7 @@ from launch.jobs.queue import (
     submitted_ids,
     user_jobs,
 )
+from launch.jobs.run_folders import shown_folder
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, Submission, submit_to_slurm
 from pretrain.run import PretrainRun
@@ -59,9 +60,8 @@ def run_name(run: LaunchableRun) -> str:
     if not isinstance(run, DataPrepRun):
         return run.name
     # Jobs are in a folder of this name below the current one, so paths in it can be relative.
-    output = Path(os.path.abspath(Path(run.output).expanduser()))
-    if output.is_relative_to(Path.cwd()):
-        output = output.relative_to(Path.cwd())
+    absolute = Path(os.path.abspath(Path(run.output).expanduser()))
+    output = Path(shown_folder(absolute))
 
     name = f"data_prep-{output.name}"
     # Folders of the same name may be in different places.

@@ -23,6 +23,8 @@ MAX_DEPTH = 3
 RUN_FILES = ("config.yaml", JOURNAL_NAME)
 # All that a run has that was submitted, or started, and has not trained yet.
 JOB_FOLDERS = ("slurm", "local")
+# The configurations that its jobs were started with.
+CONFIGS = "*/config-*.yaml"
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -100,10 +102,14 @@ def _runs_below(folder: Path, *, depth: int = MAX_DEPTH) -> list[Path]:
 
 def newest_log(folder: Path) -> Path | None:
     """The log of rank 0 that was written to last."""
-    logs = [
+    return newest(
         path for name in JOB_FOLDERS for path in folder.glob(f"{name}/*/*_0_log.out")
-    ]
-    return max(logs, key=lambda path: path.stat().st_mtime, default=None)
+    )
+
+
+def newest(paths: Iterable[Path]) -> Path | None:
+    """The path that was written last, of a link the link itself; None without any."""
+    return max(paths, key=lambda path: path.lstat().st_mtime, default=None)
 
 
 def shown_folder(folder: Path) -> str:
