@@ -115,11 +115,14 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     # A source that has splits of its own keeps them: no fraction of `train` is held out.
     train = np.flatnonzero(kept & pc.equal(rows["split"], TRAIN).to_numpy())
     has_splits = pc.any(pc.not_equal(rows["split"], TRAIN)).as_py()
+    fraction = source.holdout_fraction
+    if has_splits:
+        fraction = 0.0
     class_of = rows["class"].dictionary_encode().combine_chunks().indices.fill_null(0)
     is_held_out = held_out(
         class_of.to_numpy()[train],
         rows["holdout"].to_numpy()[train],
-        fraction=0 if has_splits else source.holdout_fraction,
+        fraction=fraction,
         num=source.val_per_class,
     )
     moved = _marked(rows, train[is_held_out])
