@@ -15,12 +15,7 @@ from pathlib import Path
 try:
     from launch.comparison.differences import compare, parse_budget
     from launch.comparison.page import render
-    from launch.comparison.report import (
-        plain_text,
-        tables,
-        write_file,
-        write_json,
-    )
+    from launch.comparison.report import plain_text, tables, write_file, write_json
     from launch.comparison.runs import load_runs, search_runs
     from launch.comparison.sync import sync
     from launch.comparison.verdict import verdict
@@ -43,17 +38,22 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--filter", metavar="TEXT", help=text)
     text = "compare at equal steps, samples, hours or flops; default TOTAL: all runs' minimum"
     parser.add_argument("--at", metavar="AXIS[=TOTAL]", help=text)
-    default = "runs/compare.html"
     parser.add_argument(
-        "--output", metavar="FILE.html", default=default, help="report to write"
+        "--output",
+        type=os.path.expanduser,
+        metavar="FILE.html",
+        default="runs/compare.html",
+        help="report to write",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the whole comparison")
+    parser.add_argument(
+        "--json",
+        type=os.path.expanduser,
+        metavar="FILE",
+        help="write the whole comparison",
+    )
     text = "MLflow store, searched first; default: that of the site file, or runs/mlflow.db"
     parser.add_argument("--uri", help=text)
     arguments = parser.parse_args()
-    for name in ("output", "json"):
-        given = getattr(arguments, name)
-        setattr(arguments, name, given and os.path.expanduser(given))
     if bool(arguments.runs) == (arguments.filter is not None):
         raise UserError(
             "both runs and --filter given" if arguments.runs else "no run given",

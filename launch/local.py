@@ -16,9 +16,16 @@ try:
     from finetune.settings import settings_of_run
     from launch.chains.load import launch_command, load_chain
     from launch.chains.settings import ChainRun
-    from launch.jobs.preparation import LaunchableRun, check_job, prepare_job
+    from launch.jobs.preparation import check_job, prepare_job
     from launch.jobs.processes import StopFlag, run_here
-    from launch.planning.dry_run import check_device, check_here
+    from launch.planning.dry_run import (
+        as_table,
+        check_device,
+        check_here,
+        describe,
+        on_this_machine,
+        run_checks,
+    )
     from vitscale.config.errors import UserError, run_script
     from vitscale.distributed.processes import num_gpus
 except ModuleNotFoundError as error:
@@ -48,16 +55,23 @@ def main() -> None:
         },
     )
     is_dry_run = "--dry-run" in command.switches
-    if isinstance(command.run, ChainRun):
-        raise SystemExit(
-            start_chain(command.run, num_procs, stop=stop, is_dry_run=is_dry_run)
-        )
+    run = command.run
+
+    if isinstance(run, ChainRun):
+        # A single run needs none of the code of chains.
+        from launch.chains.executors import chain_states, overview, run_chain
+
+        chain = load_chain(run, cluster="local", num_tasks=num_procs)
+        if is_dry_run:
+            print(overview(chain, chain_states(chain)))
+            return
+        raise SystemExit(run_chain(chain, num_procs=num_procs, stop=stop))
 
     # All that can be wrong is reported before the job has a folder.
-    run = command.run
     check_job(run, num_tasks=num_procs, cluster="local")
     if is_dry_run:
-        print(plan_here(run, num_procs))
+        here = on_this_machine(run, num_procs)
+        print(f"{describe(here)}\n\n# Checks\n{as_table(run_checks(here))}")
         # The plan of a run for GPUs is of use without one, too.
         check_device(run)
         return
@@ -67,28 +81,6 @@ def main() -> None:
     raise SystemExit(
         run_here(job, python=run.launch.python, num_procs=num_procs, stop=stop)
     )
-
-
-def plan_here(run: LaunchableRun, num_procs: int) -> str:
-    """The run, its plan on this machine, and the checks that need no rank. Writes nothing."""
-    from launch.planning.dry_run import as_table, describe, on_this_machine, run_checks
-
-    here = on_this_machine(run, num_procs)
-    return f"{describe(here)}\n\n# Checks\n{as_table(run_checks(here))}"
-
-
-def start_chain(
-    settings: ChainRun, num_procs: int, *, stop: StopFlag, is_dry_run: bool
-) -> int:
-    """Run what a chain lacks, or show it. Returns the exit code."""
-    # A single run needs none of the code of chains.
-    from launch.chains.executors import chain_states, overview, run_chain
-
-    chain = load_chain(settings, cluster="local", num_tasks=num_procs)
-    if is_dry_run:
-        print(overview(chain, chain_states(chain)))
-        return 0
-    return run_chain(chain, num_procs=num_procs, stop=stop)
 
 
 def parse_num_procs() -> tuple[int, list[str]]:

@@ -120,15 +120,16 @@ def print_next_steps(run: LaunchableRun, submission: Submission) -> None:
     pause = "checkpoint, then requeue"
     log = str(submission.log(0))
     follow = f"  watch    {status} --follow\n"
-    if submission.is_array:
-        # The tasks of an array have no common log to follow, and no checkpoints.
+    num_tasks = run.launch.num_tasks * run.launch.num_ranks
+    if run.launch.num_tasks > 1:
+        # Each task of an array is a job of its own, with a log of its own and no checkpoints.
         kind = "array"
         pause = "finished work is kept, then requeue"
-        log = f"{submission.log('TASK')}, TASK from 0 to {submission.num_tasks - 1}"
+        log = f"{submission.log('TASK_0')}, TASK from 0 to {num_tasks - 1}"
         follow = ""
 
     print(
-        f"submitted {kind} {job_id}: {run_name(run)}, {submission.num_tasks} task(s)\n"
+        f"submitted {kind} {job_id}: {run_name(run)}, {num_tasks} task(s)\n"
         f"  log      {log}\n"
         f"  state    {status}\n"
         f"{follow}"

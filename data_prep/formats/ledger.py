@@ -34,21 +34,23 @@ SELECTION_REASONS = {
     "small_class": "its class has fewer than source.min_images_per_class images",
     "left_out": "named by source.leave_out",
 }
-SOURCE_FAULTS = {
-    "no_class": "image outside every class",
-    "not_a_file": "not a regular file (pipe, socket, device, link in a tar)",
-    "link_broken": "link to nothing",
-    "linked_folder": "link to a folder inside a class; only class folders may be links",
-    "truncated_tar": "a tar that ends too early or is damaged; members before that are used",
-    "damaged_table": "a table that cannot be read, or its rest; one row for all its rows",
-    "duplicate_path": "a file that is named again, by any path; each time if its classes differ",
-    "duplicate_name": "a second member of this name in one tar",
-    "duplicate_key": "a second image or sample of this key in one tar",
-    "no_image": "sample without an image, or with no more than its path",
-    "no_label": "no usable label where source.label says: cls or json:FIELD in tars, else a column",
-    "unreadable": "cannot be read (permission, read error, missing, path too long)",
-    "packed": "packed with gzip inside its tar: `vitscale prepare shards` unpacks it",
-}
+SOURCE_FAULTS = dict(
+    line.strip().split(": ", 1)
+    for line in """\
+    no_class: image outside every class
+    not_a_file: not a regular file (pipe, socket, device, link in a tar)
+    link_broken: link to nothing
+    linked_folder: link to a folder inside a class; only class folders may be links
+    truncated_tar: a tar that ends too early or is damaged; members before that are used
+    damaged_table: a table that cannot be read, or its rest; one row for all its rows
+    duplicate_path: a file that is named again, by any path; each time if its classes differ
+    duplicate_name: a second member of this name in one tar
+    duplicate_key: a second image or sample of this key in one tar
+    no_image: sample without an image, or with no more than its path
+    no_label: no usable label where source.label says: cls or json:FIELD in tars, else a column
+    unreadable: cannot be read (permission, read error, missing, path too long)
+    packed: packed with gzip inside its tar: `vitscale prepare shards` unpacks it""".splitlines()
+)
 REASONS = EXTERNAL_REASONS | SELECTION_REASONS | SOURCE_FAULTS | FAULTS
 BAD = frozenset(SOURCE_FAULTS) | frozenset(FAULTS)
 

@@ -28,19 +28,21 @@ from vitscale.images.plain import (
 )
 from vitscale.runs.data_prep import ImageSettings
 
-FAULTS = {
-    "empty": "zero bytes",
-    "too_large": "more than 512 MiB, as stored or unpacked from gzip",
-    "bad_gzip": "packed with gzip and broken: cannot be unpacked to the end",
-    "not_an_image": "content is no image of a known format",
-    "other_format": "another format, such as JPEG 2000; in tars that are indexed also TIFF ...",
-    "no_decoder": "HEIC, which is read after: pip install pillow-heif",
-    "bad_header": "the header is broken, or of a kind that cannot be decoded",
-    "too_many_pixels": "the header claims more than images.max_pixels; nothing was decoded",
-    "too_small": "a side is shorter than images.min_side",
-    "deep_grey": "16-bit grey, which decoders clip to white; only for tars that are indexed",
-    "bad_pixels": "truncated, damaged, or otherwise not decoded to the last pixel",
-}
+FAULTS = dict(
+    line.strip().split(": ", 1)
+    for line in """\
+    empty: zero bytes
+    too_large: more than 512 MiB, as stored or unpacked from gzip
+    bad_gzip: packed with gzip and broken: cannot be unpacked to the end
+    not_an_image: content is no image of a known format
+    other_format: another format, such as JPEG 2000; in tars that are indexed also TIFF ...
+    no_decoder: HEIC, which is read after: pip install pillow-heif
+    bad_header: the header is broken, or of a kind that cannot be decoded
+    too_many_pixels: the header claims more than images.max_pixels; nothing was decoded
+    too_small: a side is shorter than images.min_side
+    deep_grey: 16-bit grey, which decoders clip to white; only for tars that are indexed
+    bad_pixels: truncated, damaged, or otherwise not decoded to the last pixel""".splitlines()
+)
 # These are in the order in which the ledger names them.
 CHANGES = """
 gzip converted cmyk 16_bit transparency animation exif_rotation short_side

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import pyarrow as pa
 
@@ -28,27 +28,15 @@ MAX_CLASS_LENGTH = 4096
 NO_CLASS = ""
 # Errors of the file itself: lost bytes, no permission, no file. All others are transient: a server
 # that does not answer, no memory, no file handles, an expired key.
-FILE_FAULTS = frozenset(
-    {
-        *DATA_LOSS_ERRNOS,
-        errno.EIO,
-        errno.EACCES,
-        errno.EINVAL,
-        errno.EISDIR,
-        errno.ELOOP,
-        errno.ENAMETOOLONG,
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.ENXIO,
-        errno.EOVERFLOW,
-        errno.EPERM,
-        errno.ESPIPE,
-    }
-)
+FILE_FAULTS = {
+    getattr(errno, name)
+    for name in """
+    EIO EACCES EINVAL EISDIR ELOOP ENAMETOOLONG ENOENT ENOTDIR ENXIO EOVERFLOW EPERM ESPIPE
+    """.split()
+}.union(DATA_LOSS_ERRNOS)
 
 
-@dataclass(frozen=True, slots=True)
-class Container:
+class Container(NamedTuple):
     """The unit of listing: a class folder, tar or table. All of them fit in memory."""
 
     path: str

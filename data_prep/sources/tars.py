@@ -11,7 +11,6 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import BinaryIO
 
 from data_prep.sources.files import (
@@ -39,6 +38,8 @@ from vitscale.data.webdataset import IMAGE_SUFFIXES
 # Stands for the suffix of whichever image a sample has; suffixes have no slash.
 IMAGE = "/"
 MAX_JSON_BYTES = 1 << 20
+Row = tuple[Member, str, str | None, str | None]
+"""Member, name, label and reason."""
 
 
 class ClassTars(Source):
@@ -54,7 +55,7 @@ class ClassTars(Source):
             if tar.path in places:
                 found += self._inner_tars(tar)
             else:
-                found.append(replace(tar, class_name=_class_of(tar.path)))
+                found.append(tar._replace(class_name=_class_of(tar.path)))
         return found
 
     def _inner_tars(self, outer: Container) -> list[Container]:
@@ -204,10 +205,8 @@ class WebDataset(Source):
                 )
                 yield self.labelled(item)
 
-    def _rows(
-        self, file: BinaryIO
-    ) -> Iterator[tuple[Member, str, str | None, str | None]]:
-        """Yield (member, name, label, reason) of samples, and of members outside them.
+    def _rows(self, file: BinaryIO) -> Iterator[Row]:
+        """Yield the rows of samples, and of members outside them.
 
         Raises TarDefect after what is before the damage.
         """
@@ -253,7 +252,7 @@ class WebDataset(Source):
 
     def _sample(
         self, file: BinaryIO, key: str, sample: dict[str, Member]
-    ) -> Iterator[tuple[Member, str, str | None, str | None]]:
+    ) -> Iterator[Row]:
         """Yield the row of a sample; one for each image where names with dots share its key."""
         suffix, json_field = self.label
         label = None

@@ -11,10 +11,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -37,8 +36,7 @@ NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 AROUND_NUMBERS = re.compile(r"[\s,;()\[\]\0\ufeff]+")
 
 
-@dataclass(frozen=True)
-class Census:
+class Census(NamedTuple):
     """How many images there are of each class."""
 
     counts: dict[str, Counter[str]]

@@ -14,8 +14,8 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -42,7 +42,7 @@ from data_prep.steps.corpus_check import (
 )
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import read_containers
-from data_prep.steps.plan_shards import REJECTED, read_plan
+from data_prep.steps.plan_shards import REJECTED, read_plan, with_column
 from data_prep.steps.tars import facts_of, root_of, split_of, tar_units
 from data_prep.steps.work import (
     WorkFolder,
@@ -70,8 +70,7 @@ FINAL = "final"
 FINISHED = "finish"
 
 
-@dataclass(frozen=True)
-class Tar:
+class Tar(NamedTuple):
     """One tar and its samples, in its order."""
 
     split: str
@@ -204,8 +203,7 @@ def _with_unique_keys(
         longer = pc.binary_join_element_wise(prefix, keys, "/")
         is_again = pc.is_in(keys, value_set=again[container.split])
         unique = pc.if_else(is_again, longer, keys)
-        position = table.column_names.index("key")
-        changed.append(table.set_column(position, "key", unique))
+        changed.append(with_column(table, "key", unique))
     return changed
 
 

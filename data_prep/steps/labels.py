@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from data_prep.sources.protocol import NO_CLASS
 from vitscale.config.errors import UserError, did_you_mean
@@ -25,8 +25,7 @@ POSITION = re.compile(r"[0-9]{1,9}")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Labels:
+class Labels(NamedTuple):
     """Source class -> class -> label."""
 
     settings: LabelSettings

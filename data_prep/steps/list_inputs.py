@@ -12,7 +12,6 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -52,31 +51,33 @@ KEY_HASH_LENGTH = 16
 _HASHED = re.compile(rf"-[0-9a-f]{{{KEY_HASH_LENGTH}}}$")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
+# Paths and keys are large: the offsets of other binary columns overflow at 2 GiB.
 ROW_SCHEMA = pa.schema(
-    {
-        "order_high": "uint64",
-        "order_low": "uint64",
-        "holdout": "uint64",
-        # The offsets of binary columns overflow at 2 GiB.
-        "path": "large_binary",
-        "split": "string",
-        "class": "string",
-        "key": "large_string",
-        "num_bytes": "int64",
-        "reason": "string",
-        "file": "binary",
-        "offset": "int64",
-        "modified_ns": "int64",
-        "spooled": "bool",
-        "inode": "uint64",
-    }
+    dict(
+        line.split()
+        for line in """\
+    order_high uint64
+    order_low uint64
+    holdout uint64
+    path large_binary
+    split string
+    class string
+    key large_string
+    num_bytes int64
+    reason string
+    file binary
+    offset int64
+    modified_ns int64
+    spooled bool
+    inode uint64""".splitlines()
+    )
 )
 
 
 def list_containers(work: WorkFolder, unit: str) -> None:
     containers = open_source(work.run.source, work.run.labels).containers()
     _check_names(containers)
-    write_json(work.path / unit, [astuple(container) for container in containers])
+    write_json(work.path / unit, containers)
 
 
 def _check_names(containers: Sequence[Container]) -> None:

@@ -11,8 +11,8 @@ import json
 import math
 import shutil
 from collections import Counter
-from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -41,41 +41,30 @@ REJECTED = "rejected.arrow"
 # Images converted to estimate how much smaller re-encoding makes them.
 RATIO_IMAGES = 256
 # Columns of the rows that writing a shard needs.
-PLANNED = (
-    "path",
-    "class",
-    "key",
-    "label",
-    "num_bytes",
-    "file",
-    "offset",
-    "modified_ns",
-    "spooled",
-)
+PLANNED = "path class key label num_bytes file offset modified_ns spooled".split()
 
 # Rows of the ledger; those without a reason are also rows of the index.
-OUTCOMES = pa.schema(
-    {
-        "path": "string",
-        "split": "string",
-        "class": "string",
-        "reason": "string",
-        "changes": "string",
-        "detail": "string",
-        "input_hash": pa.binary(32),
-        "key": "string",
-        "offset": "int64",
-        "length": "int64",
-        "format": "string",
-        "width": "int32",
-        "height": "int32",
-        "blake3": pa.binary(32),
-    }
+TYPES = dict(
+    line.split()
+    for line in """\
+    path string
+    split string
+    class string
+    reason string
+    changes string
+    detail string
+    key string
+    offset int64
+    length int64
+    format string
+    width int32
+    height int32""".splitlines()
 )
+HASHES = dict.fromkeys(("input_hash", "blake3"), pa.binary(32))
+OUTCOMES = pa.schema(TYPES | HASHES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """Decisions for the whole corpus; the rows of the shards are stored separately."""
 
     classes: list[str]
@@ -98,7 +87,7 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     # A file that has several names would be stored several times.
     repeated = _marked(rows, repeated_files(rows, order, source=work.source))
     reasons = pc.if_else(repeated, "duplicate_path", rows["reason"])
-    rows = _with(rows, "reason", reasons)
+    rows = with_column(rows, "reason", reasons)
 
     # Classes that are too small leave the corpus.
     census = take_census([rows])
@@ -108,7 +97,9 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     small = pa.array(images_of.keys() - present, pa.string())
     in_small = pc.is_in(rows["class"], value_set=small)
     is_small = pc.and_(in_small, pc.is_null(rows["reason"]))
-    rows = _with(rows, "reason", pc.if_else(is_small, "small_class", rows["reason"]))
+    rows = with_column(
+        rows, "reason", pc.if_else(is_small, "small_class", rows["reason"])
+    )
 
     # The corpus is checked as a whole before hours go into its shards.
     kept = pc.is_null(rows["reason"]).to_numpy()
@@ -124,11 +115,14 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     # A source that has splits of its own keeps them: no fraction of `train` is held out.
     train = np.flatnonzero(kept & pc.equal(rows["split"], TRAIN).to_numpy())
     has_splits = pc.any(pc.not_equal(rows["split"], TRAIN)).as_py()
+    fraction = source.holdout_fraction
+    if has_splits:
+        fraction = 0.0
     class_of = rows["class"].dictionary_encode().combine_chunks().indices.fill_null(0)
     is_held_out = held_out(
         class_of.to_numpy()[train],
         rows["holdout"].to_numpy()[train],
-        fraction=0 if has_splits else source.holdout_fraction,
+        fraction=fraction,
         num=source.val_per_class,
     )
     moved = _marked(rows, train[is_held_out])
@@ -137,9 +131,9 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     # Classes and files have few values, whose bytes in one column could exceed 2 GiB.
     classes = load_labels(settings).label_map(present, keep_numbers=are_values)
     labels = pc.index_in(rows["class"], value_set=pa.array(classes, pa.string()))
-    planned = _with(rows, "label", labels.fill_null(NO_LABEL)).select(PLANNED)
+    planned = with_column(rows, "label", labels.fill_null(NO_LABEL)).select(PLANNED)
     for name in ("class", "file"):
-        planned = _with(planned, name, planned[name].dictionary_encode())
+        planned = with_column(planned, name, planned[name].dictionary_encode())
     planned = planned.combine_chunks()
 
     units, positions = _divided(work, planned, order[kept[order]], split, listed)
@@ -153,7 +147,7 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     # rows.arrow comes last: it says that this step is done.
     work.commit_table(REJECTED, rejected)
     temporary = work.temporary("rows")
-    schema = planned.schema.with_metadata({"plan": json.dumps(asdict(plan))})
+    schema = planned.schema.with_metadata({"plan": json.dumps(plan._asdict())})
     with open(temporary, "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for shard_rows in positions:
             (batch,) = planned.take(shard_rows).combine_chunks().to_batches()
@@ -161,7 +155,7 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     work.commit(temporary, unit)
 
 
-def _with(rows: pa.Table, name: str, column: pa.ChunkedArray) -> pa.Table:
+def with_column(rows: pa.Table, name: str, column: pa.ChunkedArray) -> pa.Table:
     """Replace or add a column."""
     if name not in rows.column_names:
         return rows.append_column(name, column)
@@ -199,7 +193,7 @@ def _ordered(rows: pa.Table) -> tuple[pa.Table, np.ndarray]:
     unique = pa.array([row["key"] for row in samples], keys.type)
     keys = pc.replace_with_mask(keys, _marked(rows, neighbours), unique)
     # Order and rows are separate: sorting the rows would copy all of them.
-    return _with(rows, "key", keys), order
+    return with_column(rows, "key", keys), order
 
 
 def _marked(rows: pa.Table, positions: np.ndarray) -> pa.Array:
@@ -216,8 +210,8 @@ def _rejected(work: WorkFolder, rows: pa.Table, positions: np.ndarray) -> pa.Tab
     copy_of = left_out(work.run.source.leave_out)
     copies = pa.array(map(copy_of.get, paths), pa.string())
     detail = pc.if_else(pc.equal(chosen["reason"], "left_out"), copies, None)
-    chosen = _with(
-        _with(chosen, "path", pa.array(paths, pa.string())), "detail", detail
+    chosen = with_column(
+        with_column(chosen, "path", pa.array(paths, pa.string())), "detail", detail
     )
     return pa.concat_tables([OUTCOMES.empty_table(), chosen], promote_options="default")
 
@@ -276,11 +270,12 @@ def _divided(
     needed = 0.0
     for name, rows in sorted(of_split.items()):
         num_bytes = ratio * int(sizes[rows].sum()) + SAMPLE_OVERHEAD * len(rows)
-        lengths = shard_lengths(
+        num_shards = count_shards(
             len(rows), num_bytes=num_bytes, shards=run.shards, split=name
         )
-        units += [f"tars/{name}-{number:06d}.arrow" for number in range(len(lengths))]
-        parts += np.split(rows, np.cumsum(lengths)[:-1])
+        units += [f"tars/{name}-{number:06d}.arrow" for number in range(num_shards)]
+        # As equal as possible: readers take turns over shards.
+        parts += np.array_split(rows, num_shards)
         needed += num_bytes
 
     # The disk is checked now, and not when it is full after hours.
@@ -296,10 +291,10 @@ def _divided(
     return units, parts
 
 
-def shard_lengths(
+def count_shards(
     num_images: int, *, num_bytes: float, shards: ShardSettings, split: str
-) -> list[int]:
-    """Samples per shard, as equal as possible: readers take turns over shards."""
+) -> int:
+    """The number of shards of a split. Raises UserError if it has too few images."""
     if num_images < shards.min_shards:
         raise UserError(
             f"{shards.min_shards} shards cannot be filled from {num_images} images "
@@ -310,10 +305,7 @@ def shard_lengths(
 
     shard_bytes = max(1, int(shards.shard_mib * 2**20))
     num_full = math.ceil(int(num_bytes) / shard_bytes)
-    num_shards = min(max(shards.min_shards, num_full), num_images)
-    # The first shards get one sample more.
-    share, rest = divmod(num_images, num_shards)
-    return [share + 1] * rest + [share] * (num_shards - rest)
+    return min(max(shards.min_shards, num_full), num_images)
 
 
 def _size_ratio(work: WorkFolder, rows: pa.Table) -> float:

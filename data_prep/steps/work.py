@@ -24,12 +24,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 from blake3 import blake3
@@ -213,8 +212,7 @@ def _beat(path: Path) -> None:
             os.utime(path)  # never creates it in a folder that is being removed
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One step of the work. Its functions are module-level: workers get them by name."""
 
     title: str

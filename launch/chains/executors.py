@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 from launch.chains.load import Chain, ChainStep
 from launch.comparison.report import ABSENT, Table, plain_text
 from launch.jobs.preparation import RUN_TYPES, job_folder, prepare_job, submit_run
 from launch.jobs.processes import StopFlag, run_here
 from launch.jobs.queue import NoAnswerError, jobs_of, submitted_ids, user_jobs
+from launch.jobs.run_folders import CONFIGS, newest
 from launch.jobs.run_states import RESULTS_NAME
 from launch.jobs.submission import require_slurm
 from launch.planning.dry_run import (
@@ -57,8 +57,7 @@ HASH_OF_FILE = "_blake3"
 # ---- what is done -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepState:
+class StepState(NamedTuple):
     text: str
     """done, missing, old, resumable (step N) or changed."""
     finished: float | None = None
@@ -108,10 +107,8 @@ def step_state(step: ChainStep, states: States) -> StepState:
         state.is_done and finished >= (state.finished or 0) for state in needed
     )
     # The newest of its configurations is the one that it has used.
-    configs = sorted(
-        step.folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime
-    )
-    if not is_newest or not configs or _changes_since(step.run, configs[-1]):
+    config = newest(step.folder.glob(CONFIGS))
+    if not is_newest or config is None or _changes_since(step.run, config):
         return StepState(text="old")
     return StepState(text="done", finished=finished)
 

@@ -9,10 +9,9 @@ import argparse
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.run import FinetuneRun
 from launch.chains.settings import ChainRun, ChainStage, key_of
@@ -38,8 +37,7 @@ TRAINABLE: dict[str, type[PretrainRun | FinetuneRun]] = {
 SOURCES = {"data.path": ("data_prep",), "init": tuple(TRAINABLE)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChainStep:
+class ChainStep(NamedTuple):
     name: str
     """STAGE, or STAGE/RUN if the stage has several runs."""
     kind: str
@@ -62,8 +60,7 @@ class ChainStep:
         return Path(self.run.folder)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chain:
+class Chain(NamedTuple):
     """All runs, each after those that it needs."""
 
     name: str

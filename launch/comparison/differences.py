@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import NamedTuple
 
 from launch.comparison.runs import AXES, ComparedRun
 from vitscale.config.changes import changed_settings, with_effect
@@ -44,8 +44,7 @@ IMPORTANT = """
 """.split()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Budget:
+class Budget(NamedTuple):
     """A point to compare at: the total of an axis, which all trainings have reached."""
 
     axis: str
@@ -67,10 +66,11 @@ class Point:
 
 NOTHING = Point(math.nan, ())
 Points = tuple[Point, ...]
+Pairs = tuple[tuple[str, str], ...]
+"""Keys with their texts, of one run."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """Mean and sample standard deviation over seeds; of a single run, no deviation."""
 
     mean: float
@@ -165,7 +165,7 @@ def compare(
         axis = "steps"
     budget = None
     if axis is not None:
-        budget = _equal_budget(runs, axis, total)
+        budget = _equal_budget(trainings or runs, axis, total)
 
     # Of a single run nothing differs, so all that it was made with is shown.
     keys = {key for run in runs for key in with_effect(run.params, "table")}
@@ -255,8 +255,7 @@ def _equal_budget(
                 next_step="compare at another budget, for example --at steps",
             )
 
-    trainings = [run for run in runs if not run.is_evaluation] or runs
-    shortest = min(run.totals[axis][-1] for run in trainings)
+    shortest = min(run.totals[axis][-1] for run in runs)
     if total is None:
         total = shortest
     if total > shortest * (1 + SAME):
@@ -276,9 +275,7 @@ def _metric_line(
     best = []
     equal = []
     for run in runs:
-        points = [
-            Point(value, (step,)) for step, value in zip(*run.series(key), strict=True)
-        ]
+        points = [Point(value, (step,)) for step, value in run.series(key)]
         last = [NOTHING, *points][-1]
         final.append(last)
 
@@ -332,45 +329,37 @@ def varied_settings(runs: Sequence[ComparedRun]) -> list[dict[str, str]]:
     places = [_place_in_chain(run) for run in runs]
     settings = [
         {
-            key: SEED.sub("seed", text)
+            (key, SEED.sub("seed", text))
             for key, text in with_effect(run.params, "result").items()
             if not _is_seed(key)
         }
         for run in runs
     ]
 
-    # Texts of each setting at each place.
-    known: dict[tuple[Any, str], set[str | None]] = {}
-    keys = {key for each in settings for key in each}
-    for place, each in zip(places, settings, strict=True):
-        for key in keys:
-            known.setdefault((tuple(place.items()), key), set()).add(each.get(key))
-
     # What all runs at a place have in common cannot be the reason of a difference there.
-    varied = []
-    for place, each in zip(places, settings, strict=True):
-        here = tuple(place.items())
-        differing = {
-            key: text for key, text in each.items() if len(known[here, key]) > 1
-        }
-        varied.append(place | differing)
-    return varied
+    common: dict[Pairs, set[tuple[str, str]]] = {}
+    for place, pairs in zip(places, settings, strict=True):
+        common[place] = common.get(place, pairs) & pairs
+    return [
+        dict(place) | dict(pairs - common[place])
+        for place, pairs in zip(places, settings, strict=True)
+    ]
 
 
-def _place_in_chain(run: ComparedRun) -> dict[str, str]:
+def _place_in_chain(run: ComparedRun) -> Pairs:
     """The name of the chain, the stage, and the values of the sweeps; empty without a chain."""
-    return {
-        key.removeprefix(CHAIN_TAG).removeprefix(".") or "chain": text
+    return tuple(
+        (key.removeprefix(CHAIN_TAG).removeprefix(".") or "chain", text)
         for key, text in sorted(run.params.items())
         if f"{key}.".startswith(f"{CHAIN_TAG}.") and not _is_seed(key)
-    }
+    )
 
 
 def _is_seed(key: str) -> bool:
     return key.rpartition(".")[2] == "seed"
 
 
-def _seeds_of(run: ComparedRun) -> tuple[tuple[str, str], ...]:
+def _seeds_of(run: ComparedRun) -> Pairs:
     """The seeds of a run and, in a chain, of the runs before it."""
     return tuple(
         (key, text)
@@ -381,7 +370,7 @@ def _seeds_of(run: ComparedRun) -> tuple[tuple[str, str], ...]:
 
 def seed_groups(runs: Sequence[ComparedRun]) -> dict[str, tuple[int, ...]]:
     """Group runs that differ in the seed alone, in the order of their first run."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    groups: dict[Pairs, list[int]] = {}
     varied = varied_settings(runs)
     for place, (run, settings) in enumerate(zip(runs, varied, strict=True)):
         if _seeds_of(run):

@@ -11,16 +11,13 @@ import csv
 import hashlib
 import html
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from launch.comparison.differences import (
-    Comparison,
-    MetricLine,
-)
+from launch.comparison.differences import Comparison, MetricLine
 from launch.comparison.report import (
     ABSENT,
     COSTS_TITLE,
@@ -52,28 +49,24 @@ const colorway = document.body.dataset.colors.split(" ");
 const hidden = new Set();
 function draw(chart) {
   const figure = JSON.parse(chart.dataset.figure);
-  const all = figure.series.flatMap(({x}) => x);
   const longest = Math.max(...figure.series.map(({x}) => x.length));
-  const data = figure.series.map(({name, x, y, error}, run) => {
+  const data = figure.series.map(({name, x, y}, run) => {
     const best = {higher: Math.max, lower: Math.min}[figure.better];
     const star = best ? y.indexOf(y.reduce((a, b) => best(a, b), y[0])) : -1;
     return {
       name, x, y, mode: "lines+markers", line: {width: 1.8},
-      error_y: error && {type: "data", array: error},
-      visible: !(figure.of_runs && hidden.has(run)),
+      visible: !hidden.has(run),
       marker: {opacity: 1, size: x.map((_, i) => i === star ? 13 : longest < 30 ? 5 : 0.1),
                symbol: x.map((_, i) => i === star ? "star" : "circle")},
     };
   });
-  const log = !figure.of_runs && Math.min(...all) > 0 && Math.max(...all) >= 10 * Math.min(...all);
   const axis = {gridcolor: "#e6eaef", zeroline: false, automargin: true};
   const percent = figure.percent ? {tickformat: ".0%", hoverformat: ".1%"} : {};
   const layout = {
     height: 330, margin: {l: 45, r: 10, t: 12, b: 40}, hovermode: "x unified", colorway,
     font: {family: "system-ui, sans-serif", size: 12, color: "#1b1f24"}, plot_bgcolor: "white",
-    showlegend: !figure.of_runs && data.length > 1, legend: {orientation: "h", y: -0.25},
-    xaxis: {...axis, title: {text: figure.x_title, standoff: 4},
-            type: log ? "log" : "linear"},
+    showlegend: false,
+    xaxis: {...axis, title: {text: figure.x_title, standoff: 4}},
     yaxis: {...axis, ...percent},
   };
   const modeBarButtons = [["toImage", "zoom2d", "pan2d", "resetScale2d"]];
@@ -91,8 +84,7 @@ document.querySelectorAll(".legend button").forEach((button, run) =>
     if (!hidden.delete(run)) hidden.add(run);
     button.classList.toggle("off", hidden.has(run));
     for (const chart of drawn())
-      if (JSON.parse(chart.dataset.figure).of_runs)
-        Plotly.restyle(chart, {visible: !hidden.has(run)}, [run]);
+      Plotly.restyle(chart, {visible: !hidden.has(run)}, [run]);
   }));
 const resize = (change) => () => drawn().forEach((chart) => Plotly.relayout(chart, change));
 addEventListener("beforeprint", resize({width: 330, height: 260}));
@@ -106,11 +98,10 @@ MAX_PICTURES = 100
 PER_CLASS = f"{FILES}/{PER_CLASS_NAME}"
 MAX_TABLE_BYTES = 16 << 20
 MAX_CLASSES = 30
-Say = Callable[[str], None]
 
 
-def render(comparison: Comparison, *, say: Say = print) -> str:
-    """The page as HTML. say: what is told of files that are left out."""
+def render(comparison: Comparison) -> str:
+    """The page as HTML. Print which files of the runs are left out."""
     import jinja2
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
@@ -133,7 +124,7 @@ def render(comparison: Comparison, *, say: Say = print) -> str:
     charts: dict[bool, list[tuple[str, str, str]]] = {True: [], False: []}
     constant = []
     for line in lines:
-        if any(any(run.series(line.key)[1]) for run in runs):
+        if any(value for run in runs for _, value in run.series(line.key)):
             title = TITLES.get(line.key, "")
             charts[is_judged(line)].append((title, line.key, _curves(comparison, line)))
         else:
@@ -144,7 +135,7 @@ def render(comparison: Comparison, *, say: Say = print) -> str:
         for side in ranking(comparison, deciding, comparison.decisive(deciding))[:1]:
             best = runs[side.place].label
     results, *others = tables(comparison)
-    others += _per_class(runs, say=say)
+    others += _per_class(runs)
     return environment.get_template("page.html.j2").render(
         labels=[run.label for run in runs],
         colors=COLORS,
@@ -158,7 +149,7 @@ def render(comparison: Comparison, *, say: Say = print) -> str:
         tables=others,
         details=(OTHERS_TITLE, COSTS_TITLE),
         best=best,
-        pictures=_pictures(runs, say=say),
+        pictures=_pictures(runs),
     )
 
 
@@ -178,19 +169,20 @@ def _curves(comparison: Comparison, line: MetricLine) -> str:
         axis = comparison.budget.axis
     series = []
     for run in comparison.runs:
-        steps, values = map(np.array, run.series(line.key))
+        steps, values = np.reshape(run.series(line.key), (-1, 2)).T
         finite = np.flatnonzero(np.isfinite(values))
         places = finite[_drawn(values[finite])]
         x = np.interp(steps[places], run.steps, run.totals[axis])
-        series.append(
-            {
-                "name": _text(run.label),
-                "x": _rounded(x),
-                "y": _rounded(values[places]),
-            }
-        )
-    better = is_judged(line) and line.better
-    return _figure(series, x_title=axis, metric=line.key, of_runs=True, better=better)
+        # plotly interprets some HTML in texts.
+        name = html.escape(printable(run.label))
+        series.append({"name": name, "x": _rounded(x), "y": _rounded(values[places])})
+    figure = {
+        "series": series,
+        "x_title": axis,
+        "percent": line.key.endswith(SHARES),
+        "better": is_judged(line) and line.better,
+    }
+    return json.dumps(figure, allow_nan=False)
 
 
 def _drawn(y: Any) -> Any:
@@ -203,16 +195,6 @@ def _drawn(y: Any) -> Any:
     return np.unique(lowest + highest)
 
 
-def _figure(series: list[dict[str, Any]], *, metric: str, **values: Any) -> str:
-    values["percent"] = metric.endswith(SHARES)
-    return json.dumps({"series": series, **values}, allow_nan=False)
-
-
-def _text(name: str) -> str:
-    """Escape a name for plotly, which interprets some HTML in texts."""
-    return html.escape(printable(name))
-
-
 def _rounded(values: Any) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
@@ -220,9 +202,7 @@ def _rounded(values: Any) -> list[float]:
 # ---- files of the runs ------------------------------------------------------------------------
 
 
-def _pictures(
-    runs: Sequence[ComparedRun], *, say: Say
-) -> dict[str, list[tuple[str, str]]]:
+def _pictures(runs: Sequence[ComparedRun]) -> dict[str, list[tuple[str, str]]]:
     """Name -> (label of the run, base64), those that most runs have first.
 
     Objectives draw pictures at the end of a training, evaluations and `finetune/visualize.py`
@@ -232,61 +212,63 @@ def _pictures(
     paths = [
         (run.label, path)
         for run in runs
-        for path in _files(run, PICTURES, max_bytes=MAX_PICTURE_BYTES, say=say)
+        for path in _files(run, PICTURES, max_bytes=MAX_PICTURE_BYTES)
     ]
     for label, path in paths[:MAX_PICTURES]:
         data = path.read_bytes()
         if not data.startswith(PNG_SIGNATURE):
-            say(f"left out: {path}: is no PNG")
+            print(f"left out: {path}: is no PNG")
             continue
         encoded = base64.b64encode(data).decode()
         found.setdefault(path.stem.replace("_", " "), []).append((label, encoded))
     for _, path in paths[MAX_PICTURES:]:
-        say(f"left out: {path}: the page has {MAX_PICTURES} pictures")
+        print(f"left out: {path}: the page has {MAX_PICTURES} pictures")
     return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))
 
 
-def _per_class(runs: Sequence[ComparedRun], *, say: Say) -> list[Table]:
+def _per_class(runs: Sequence[ComparedRun]) -> list[Table]:
     """The top-1 of each class in each run that was evaluated; of many classes, those that differ
     most between runs, of one run the worst."""
-    shares: dict[str, dict[str, float]] = {}
-    labels: list[str] = []
+    # Class -> share, of each run that has a table.
+    labels = []
+    shares: list[dict[str, float]] = []
     for run in runs:
-        for path in _files(run, [PER_CLASS], max_bytes=MAX_TABLE_BYTES, say=say):
+        for path in _files(run, [PER_CLASS], max_bytes=MAX_TABLE_BYTES):
             try:
-                read = read_per_class(path)
+                shares.append(read_per_class(path))
+                labels.append(run.label)
             except (ValueError, KeyError, csv.Error) as error:
-                say(f"left out: {path}: is no table of classes ({error})")
-                continue
-            labels.append(run.label)
-            for name, share in read.items():
-                shares.setdefault(name, {})[run.label] = share
-    if not shares:
+                print(f"left out: {path}: is no table of classes ({error})")
+    names = set[str]().union(*shares)
+    if not names:
         return []
 
     def place(name: str) -> tuple[float, float, str]:
-        known = shares[name].values()
+        known = [of_run[name] for of_run in shares if name in of_run]
         return min(known) - max(known), min(known), name
 
-    chosen = sorted(shares, key=place)[:MAX_CLASSES]
+    chosen = sorted(names, key=place)[:MAX_CLASSES]
     rows = []
     for name in chosen:
-        known = {
-            label: format_value("top1", share) for label, share in shares[name].items()
-        }
-        rows.append((name, *(known.get(label, ABSENT) for label in labels)))
+        cells = [name]
+        for of_run in shares:
+            cell = ABSENT
+            if name in of_run:
+                cell = format_value("top1", of_run[name])
+            cells.append(cell)
+        rows.append(tuple(cells))
     title = "Accuracy of each class"
-    if len(chosen) < len(shares):
+    if len(chosen) < len(names):
         which = "are worst"
         if len(labels) > 1:
             which = "differ most"
-        title += f": the {len(chosen)} of {len(shares):,} that {which}"
+        title += f": the {len(chosen)} of {len(names):,} that {which}"
     return [Table(title=title, header=("class", *labels), rows=tuple(rows))]
 
 
 def _files(
-    run: ComparedRun, patterns: Sequence[str], *, max_bytes: int, say: Say
+    run: ComparedRun, patterns: Sequence[str], *, max_bytes: int
 ) -> Iterator[Path]:
-    """The files of a run folder; none of a run that MLflow has."""
+    """The files of a run folder; none of a run that MLflow has. Print what is left out."""
     if run.folder is not None:
-        yield from safe_files(run.folder, patterns, max_bytes=max_bytes, say=say)
+        yield from safe_files(run.folder, patterns, max_bytes=max_bytes, say=print)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
+from typing import NamedTuple
 
 from launch.comparison.differences import (
     Comparison,
@@ -23,6 +24,7 @@ from launch.comparison.differences import (
     spread,
 )
 from launch.comparison.runs import ComparedRun
+from launch.jobs.status_text import aligned
 from vitscale.config.errors import not_written
 from vitscale.config.redaction import printable
 from vitscale.distributed.atomic_files import write_text
@@ -42,8 +44,7 @@ OTHERS_TITLE = "Other metrics at the end"
 COSTS_TITLE = "Cost and origin"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class Table(NamedTuple):
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -227,12 +228,7 @@ def plain_text(table: Table) -> str:
     for row in (table.header, *table.rows):
         parts = [wrap(printable(cell), MAX_CELL) for cell in row]
         cells += zip_longest(*parts, fillvalue="")
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [table.title]
-    for row in cells:
-        padded = "  ".join(map(str.ljust, row, widths))
-        lines.append(f"  {padded}".rstrip())
-    return "\n".join(lines) + "\n"
+    return "\n  ".join([table.title, *aligned(cells)]) + "\n"
 
 
 # ---- files ------------------------------------------------------------------------------------
@@ -252,7 +248,7 @@ def write_json(comparison: Comparison, path: Path) -> None:
     ]
     values = {
         "runs": runs,
-        "budget": comparison.budget and asdict(comparison.budget),
+        "budget": comparison.budget and comparison.budget._asdict(),
         "metrics": [asdict(line) for line in comparison.metrics],
     }
     # Numbers that are not finite become strings, as in journals.

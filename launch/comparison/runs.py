@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import accumulate, pairwise
+from functools import cached_property, partial
 from pathlib import Path
 
 from finetune.run import FinetuneRun
 from launch.jobs.attempts import read_attempts
 from launch.jobs.preparation import RUN_TYPES
-from launch.jobs.run_folders import RUNS_FOLDER, find_runs
+from launch.jobs.run_folders import RUNS_FOLDER, find_runs, for_each
 from launch.jobs.run_states import jobs_for, read_state
 from pretrain.run import PretrainRun
-from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run_file, read_values
 from vitscale.config.redaction import flatten_params, redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
@@ -85,12 +85,9 @@ class ComparedRun:
         """Name, number of images and fingerprint of what it was evaluated on."""
         return self.tags.get(VAL_DATA_TAG, "")
 
-    def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a metric."""
-        points = [
-            (row.step, row.metrics[key]) for row in self.rows if key in row.metrics
-        ]
-        return [step for step, _ in points], [value for _, value in points]
+    def series(self, key: str) -> list[tuple[int, float]]:
+        """Step and value of a metric, wherever it was logged."""
+        return [(row.step, row.metrics[key]) for row in self.rows if key in row.metrics]
 
 
 def _hours(run: ComparedRun) -> list[float]:
@@ -104,7 +101,7 @@ def _hours(run: ComparedRun) -> list[float]:
         attempts = read_attempts(run.folder)
     waits = [
         (max(start, before.ended), after.started)
-        for before, after in pairwise(attempts)
+        for before, after in itertools.pairwise(attempts)
         if before.ended is not None and after.started > max(start, before.ended)
     ]
 
@@ -114,7 +111,7 @@ def _hours(run: ComparedRun) -> list[float]:
         waited = sum(min(time, end) - begin for begin, end in waits if begin < time)
         hours.append((time - start - waited) / 3600)
     # Clocks of two nodes may differ, and no step costs less than nothing.
-    return list(accumulate(hours, max))
+    return list(itertools.accumulate(hours, max))
 
 
 def _flops_per_image(folder: Path | None) -> float | None:
@@ -142,21 +139,12 @@ def load_runs(names: Sequence[str], *, uri: str | None) -> list[ComparedRun]:
     uri: MLflow store to search first; None: the default one, searched last.
     Raises UserErrors that name all runs not found.
     """
-    runs: list[ComparedRun] = []
-    errors: list[UserError] = []
-    for name in names:
-        try:
-            runs += _load(name, uri=uri)
-        except UserError as error:
-            errors.append(error)
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise UserErrors(errors)
-    return _with_distinct_labels(_with_states(_once_each(runs)))
+    found = for_each(names, partial(_load, uri=uri))
+    runs = _once_each(itertools.chain.from_iterable(found))
+    return _with_distinct_labels(_with_states(runs))
 
 
-def _once_each(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
+def _once_each(runs: Iterable[ComparedRun]) -> list[ComparedRun]:
     """Runs that are named twice, such as by a link to the folder, count once."""
     found: dict[str, ComparedRun] = {}
     for run in runs:

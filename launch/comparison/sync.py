@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from launch.jobs.run_folders import find_runs
+from launch.jobs.run_folders import find_runs, for_each
 from launch.jobs.run_states import RunState, RunStatus, jobs_for, read_state
-from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.errors import UserError
 from vitscale.config.loader import read_values
 from vitscale.config.redaction import printable, redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
@@ -27,10 +27,7 @@ from vitscale.tracking.mlflow_sync import (
     read_record,
 )
 from vitscale.tracking.run_files import check_records
-from vitscale.tracking.settings import (
-    absolute_uri,
-    default_uri,
-)
+from vitscale.tracking.settings import absolute_uri, default_uri
 from vitscale.tracking.tracker import Opener, reader_of
 
 STATUS: dict[RunState, Status] = {
@@ -67,15 +64,7 @@ def sync(arguments: Sequence[str]) -> None:
     opener: Opener = partial(MlflowRun, uri=uri, experiment=given.experiment, say=print)
     if given.to != "mlflow":
         opener = reader_of(given.to, where="--to")
-    starts: list[tuple[float, Path]] = []
-    errors: list[UserError] = []
-    for folder in find_runs(given.runs):
-        try:
-            starts.append((_start(folder), folder))
-        except UserError as error:
-            errors.append(error)
-    if errors:
-        raise UserErrors(errors)
+    starts = for_each(find_runs(given.runs), _start)
     jobs = jobs_for([folder for _, folder in starts])
     # A parent starts before its children, which name it.
     for start, folder in sorted(starts):
@@ -99,8 +88,8 @@ def sync(arguments: Sequence[str]) -> None:
     print(f"{given.to}: {done.page}")
 
 
-def _start(folder: Path) -> float:
-    """Time of the first line of the journal. Raises UserError if the folder is not a run."""
+def _start(folder: Path) -> tuple[float, Path]:
+    """Time of the first line of the journal, and the folder. Raises UserError if it is no run."""
     check_records(folder)
     journal, config = folder / JOURNAL_NAME, folder / CONFIG_NAME
     first = next(read_rows(journal), None) if journal.is_file() else None
@@ -110,7 +99,7 @@ def _start(folder: Path) -> float:
         )
     if not config.is_file() or not read_values(config):
         raise UserError("is not the configuration of a run", where=str(config))
-    return first[0].time
+    return first[0].time, folder
 
 
 def final_status(state: RunStatus, record: RunRecord | None) -> Status:

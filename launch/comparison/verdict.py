@@ -15,11 +15,7 @@ from launch.comparison.differences import (
     importance,
     spread,
 )
-from launch.comparison.report import (
-    format_point,
-    format_spent,
-    format_spread,
-)
+from launch.comparison.report import format_point, format_spent, format_spread
 from launch.comparison.runs import ComparedRun
 from vitscale.config.changes import changed_settings
 from vitscale.config.loader import shorten

@@ -161,10 +161,8 @@ def record_requeue(attempt: Attempt, run_folder: Path | str) -> None:
 def _close(attempt: Attempt, folder: Path, **changes: Any) -> Attempt:
     """Append the end of an attempt. Default of `ended`: the time of its last journal line."""
     # The last line may be cut off.
-    decoded = map(decode, reversed(last_lines(folder / JOURNAL_NAME)))
-    row = next((row for row in decoded if row is not None), None)
-    if row is None:
-        row = Row(step=0, time=0.0, metrics={})
+    rows = filter(None, map(decode, reversed(last_lines(folder / JOURNAL_NAME))))
+    row = next(rows, Row(step=0, time=0.0, metrics={}))
 
     saved = saved_step(folder)
     values: dict[str, Any] = {
@@ -209,16 +207,10 @@ def last_lines(path: Path) -> list[bytes]:
 
 def _append(folder: Path, attempt: Attempt) -> None:
     """Append an event. If storage keeps refusing it, print a warning and drop it."""
-    # What is left out is read as the default.
-    values = {
-        key: value
-        for key, value in asdict(attempt).items()
-        if value not in (None, (), "")
-    }
 
     def append() -> None:
         folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-        append_event(folder, ATTEMPT, values)
+        append_event(folder, ATTEMPT, asdict(attempt))
 
     # A run goes on without its record rather than end for it.
     with or_warn(

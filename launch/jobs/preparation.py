@@ -20,7 +20,14 @@ from typing import Literal
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
-from launch.jobs.queue import NoAnswerError, depending_on, jobs_of, submitted_ids
+from launch.jobs.queue import (
+    NoAnswerError,
+    depending_on,
+    jobs_of,
+    submitted_ids,
+    user_jobs,
+)
+from launch.jobs.run_folders import shown_folder
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, Submission, submit_to_slurm
 from pretrain.run import PretrainRun
@@ -53,9 +60,8 @@ def run_name(run: LaunchableRun) -> str:
     if not isinstance(run, DataPrepRun):
         return run.name
     # Jobs are in a folder of this name below the current one, so paths in it can be relative.
-    output = Path(os.path.abspath(Path(run.output).expanduser()))
-    if output.is_relative_to(Path.cwd()):
-        output = output.relative_to(Path.cwd())
+    absolute = Path(os.path.abspath(Path(run.output).expanduser()))
+    output = Path(shown_folder(absolute))
 
     name = f"data_prep-{output.name}"
     # Folders of the same name may be in different places.
@@ -118,14 +124,7 @@ def check_job(
 
     num_tasks: None: on the most and on the fewest nodes that `launch.nodes` allows.
     """
-    problems = list(_problems(run, num_tasks=num_tasks, cluster=cluster))
-    if problems:
-        raise UserErrors(problems)
-
-
-def _problems(
-    run: LaunchableRun, *, num_tasks: int | None, cluster: str
-) -> Iterator[UserError]:
+    problems = []
     launch = run.launch
     batch = 0
     if isinstance(run, TrainingRun):
@@ -142,33 +141,39 @@ def _problems(
         below = batch - batch % num_tasks
         above = below + num_tasks
         sizes = " or ".join(str(size) for size in (below, above) if size)
-        yield UserError(
+        indivisible = UserError(
             f"{batch} images are not divisible by {num_tasks} tasks",
             where="data.global_batch",
             allowed=f"multiples of {num_tasks}: {sizes}",
             next_step="change data.global_batch or the number of tasks",
         )
+        problems.append(indivisible)
 
     # Without SLURM, ranks see the GPUs of their machine without a request.
     if isinstance(run, TrainingRun) and cluster == "slurm" and not launch.gpus_per_node:
         for key, value in (("device", "cuda"), ("precision", "bf16")):
             if getattr(run.engine, key) == value:
-                yield UserError(
+                no_gpus = UserError(
                     f"engine.{key}={value} needs GPUs, but the job requests none",
                     where="launch.gpus_per_node",
                     next_step="set launch.gpus_per_node; if GPUs come with the partition, also set "
                     "launch.gpu_request=none",
                 )
+                problems.append(no_gpus)
 
     # SLURM expands %-patterns in log file names, and not one after a backslash; a newline would end
     # an option line, and ':' separates the entries of PYTHONPATH.
     folder = str(job_folder(run, cluster=cluster))
     if set(folder) & set("%:\\") or not folder.isprintable():
-        yield UserError(
+        bad_path = UserError(
             rf"the job folder's path {folder!r} contains '%', ':', '\' or a control character",
             where="output",
             next_step="choose another output, or run from another folder",
         )
+        problems.append(bad_path)
+
+    if problems:
+        raise UserErrors(problems)
 
 
 def prepare_job(
@@ -235,7 +240,7 @@ def submit_run(
 def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[str]:
     """Return the ids of the jobs to wait for. Raises UserError for a second job of a run."""
     try:
-        jobs = jobs_of(run_folder)
+        jobs = jobs_of(run_folder, jobs=user_jobs())
     except NoAnswerError as error:
         if wait:
             raise UserError(

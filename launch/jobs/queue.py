@@ -136,17 +136,9 @@ def ask_slurm(*command: str, stdin: str = "") -> str:
 
 def user_jobs() -> list[QueuedJob]:
     """All jobs of this user that SLURM remembers, by submission. Raises NoAnswerError."""
-    command = [
-        "squeue",
-        "--verbose",
-        # Otherwise without jobs of hidden partitions, except for root.
-        "--all",
-        "--noheader",
-        "--array",
-        "--states=all",
-        f"--user={os.getuid()}",
-    ]
-    text = ask_slurm(*command, f"--format={FORMAT}")
+    # Without --all, jobs of hidden partitions would be missing, except for root.
+    command = "squeue --verbose --all --noheader --array --states=all".split()
+    text = ask_slurm(*command, f"--user={os.getuid()}", f"--format={FORMAT}")
 
     # The options that come first are left out: the format is among them.
     clock = SLURM_CLOCK.search(text)
@@ -199,16 +191,8 @@ def _seconds(text: str) -> float | None:
     return float(text) if text.isdecimal() else None
 
 
-def jobs_of(
-    run_folder: Path, *, jobs: Sequence[QueuedJob] | None = None
-) -> list[QueuedJob]:
-    """The jobs of a run that are queued or running, oldest first.
-
-    jobs: the answer of `user_jobs`, to ask SLURM once for many runs.
-    Raises NoAnswerError.
-    """
-    if jobs is None:
-        jobs = user_jobs()
+def jobs_of(run_folder: Path, *, jobs: Iterable[QueuedJob]) -> list[QueuedJob]:
+    """Those of `jobs` that belong to a run and are queued or running."""
     return [job for job in jobs_with_script(run_folder, jobs) if not job.has_ended]
 
 

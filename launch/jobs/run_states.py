@@ -26,7 +26,7 @@ from launch.jobs.attempts import (
 )
 from launch.jobs.queue import QueuedJob, jobs_of, jobs_with_script, known_jobs
 from launch.jobs.reasons import WAITING_STATES, how_it_ended
-from launch.jobs.run_folders import newest_log
+from launch.jobs.run_folders import CONFIGS, newest, newest_log
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.events import (
     Failure,
@@ -216,9 +216,8 @@ def jobs_for(folders: Sequence[Path]) -> list[QueuedJob] | None:
 
 def _may_have_job(folder: Path) -> bool:
     """Return True if a script was submitted, and no attempt has reached the end since."""
-    scripts = (folder / "slurm").glob("*submission_file_*")
-    submitted = max((path.lstat().st_mtime for path in scripts), default=None)
-    if submitted is None:
+    script = newest(folder.glob("slurm/*submission_file_*"))
+    if script is None:
         return False
 
     # After an attempt that has reached the end, only a newer submission can have a job.
@@ -226,7 +225,7 @@ def _may_have_job(folder: Path) -> bool:
     if not attempts or attempts[-1].ending is not Ending.DONE:
         return True
     ended = attempts[-1].ended
-    return ended is None or submitted > ended
+    return ended is None or script.lstat().st_mtime > ended
 
 
 def _attempts_of_tasks(folder: Path) -> list[Attempt]:
@@ -234,23 +233,23 @@ def _attempts_of_tasks(folder: Path) -> list[Attempt]:
 
     Of an array that of a failed task, if there is one.
     """
-    newest: list[Attempt] = []
+    attempts: list[Attempt] = []
     for depth in ("*/*", "*/*/*"):
         for path in folder.glob(f"{depth}/events"):
-            newest += read_attempts(path.parent)[-1:]
-    if not newest:
+            attempts += read_attempts(path.parent)[-1:]
+    if not attempts:
         return []
 
     # Jobs before the last one do not count any more.
-    newest.sort(key=lambda attempt: attempt.started)
-    job_id = newest[-1].job_id.partition("_")[0]
+    attempts.sort(key=lambda attempt: attempt.started)
+    job_id = attempts[-1].job_id.partition("_")[0]
     failed = [
         attempt
-        for attempt in newest
+        for attempt in attempts
         if attempt.job_id.partition("_")[0] == job_id
         and attempt.ending is Ending.FAILED
     ]
-    return (failed or newest)[-1:]
+    return (failed or attempts)[-1:]
 
 
 def _live_pid(
@@ -352,10 +351,10 @@ def _unrecorded_end(
     links = [
         path for path in folder.glob("slurm/.submission_file_*") if path.is_symlink()
     ]
-    newest = max(links, key=lambda path: path.lstat().st_mtime, default=None)
-    if newest is None or jobs is None:
+    submission = newest(links)
+    if submission is None or jobs is None:
         return None
-    job_id = newest.readlink().name.partition("_")[0]
+    job_id = submission.readlink().name.partition("_")[0]
 
     # The job has an attempt in the record, or has ended before it could record one.
     reason = ""
@@ -377,7 +376,7 @@ def _unrecorded_end(
         elif start is not None:
             begun = start.time
         # Started by hand, or by an earlier job, since the submission.
-        if begun > newest.lstat().st_mtime:
+        if begun > submission.lstat().st_mtime:
             return None
 
     # SLURM forgets a job some minutes after its end.
@@ -408,12 +407,12 @@ def _unrecorded_end(
 
 def _has_made_shards(folder: Path) -> bool:
     """Return True if the output of the newest data preparation has its manifest."""
-    configs = sorted(
-        folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime
-    )
+    config = newest(folder.glob(CONFIGS))
+    if config is None:
+        return False
     # A configuration may be of another version, or of another stage without an output.
     with suppress(OSError, yaml.YAMLError, LookupError, TypeError):
-        output = Path(yaml.safe_load(configs[-1].read_text())["output"])
+        output = Path(yaml.safe_load(config.read_text())["output"])
         return (output.expanduser() / "manifest.json").is_file()
     return False
 
@@ -426,13 +425,10 @@ def _read_logged(folder: Path, start: TrainingStart | None) -> LoggedProgress:
 
     Missing files and unreadable lines count as not logged.
     """
-    rows: list[Row] = []
+    rows = list(filter(None, map(decode, last_lines(folder / JOURNAL_NAME))))
     metrics: dict[str, float] = {}
-    for line in last_lines(folder / JOURNAL_NAME):
-        row = decode(line)
-        if row is not None:
-            rows.append(row)
-            metrics |= row.metrics
+    for row in rows:
+        metrics |= row.metrics
 
     saved = saved_step(folder)
     step = saved

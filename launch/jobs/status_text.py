@@ -170,6 +170,12 @@ def format_size(num_bytes: float) -> str:
     return f"{size:,.0f} TB"
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """One line for each row, its cells padded to the widest one of their column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
 def clock(seconds: float) -> str:
     """Local time, with the date if it is not today."""
     moment = time.localtime(seconds)

@@ -27,7 +27,7 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from submitit import helpers
 from submitit.core.job_environment import JobEnvironment
@@ -52,19 +52,21 @@ from vitscale.runs.launching import LaunchSettings
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
 # For sbatch, variables of the shell outrank the lines of the batch script (man sbatch). Those of
 # the site are kept where the script has no such option; all others are left out.
-SITE_VARIABLES = {
-    "SBATCH_ACCOUNT": "account",
-    "SBATCH_CLUSTERS": "clusters",
-    "SBATCH_CONSTRAINT": "constraint",
-    "SBATCH_EXPORT": "export",
-    "SBATCH_GET_USER_ENV": "get-user-env",
-    "SBATCH_MEM_PER_CPU": "mem",
-    "SBATCH_MEM_PER_GPU": "mem",
-    "SBATCH_MEM_PER_NODE": "mem",
-    "SBATCH_PARTITION": "partition",
-    "SBATCH_QOS": "qos",
-    "SBATCH_RESERVATION": "reservation",
-}
+SITE_VARIABLES = dict(
+    line.split()
+    for line in """\
+    SBATCH_ACCOUNT account
+    SBATCH_CLUSTERS clusters
+    SBATCH_CONSTRAINT constraint
+    SBATCH_EXPORT export
+    SBATCH_GET_USER_ENV get-user-env
+    SBATCH_MEM_PER_CPU mem
+    SBATCH_MEM_PER_GPU mem
+    SBATCH_MEM_PER_NODE mem
+    SBATCH_PARTITION partition
+    SBATCH_QOS qos
+    SBATCH_RESERVATION reservation""".splitlines()
+)
 # A launcher of ranks sets these; one that is left over would name another job's ranks.
 RANK_VARIABLES = tuple(
     "MASTER_ADDR MASTER_PORT RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE".split()
@@ -354,20 +356,13 @@ def _gpu_lines(launch: LaunchSettings) -> Iterator[str]:
 # ---- submitting -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Submission:
+class Submission(NamedTuple):
     job_id: str
-    num_tasks: int
     folder: Path
-    is_array: bool
-    """Each task is a job of its own, JOBID_TASK to SLURM."""
 
-    def log(self, task: int | str) -> Path:
-        """Output and errors of one task."""
-        if self.is_array:
-            # Its only rank has the number 0.
-            task = f"{task}_0"
-        return self.folder / f"{self.job_id}_{task}_log.out"
+    def log(self, rank: int | str) -> Path:
+        """Output and errors of one rank; TASK_RANK in an array."""
+        return self.folder / f"{self.job_id}_{rank}_log.out"
 
 
 def require_slurm() -> None:
@@ -411,17 +406,8 @@ def submit_to_slurm(
             next_step="compare the launch section with what sinfo and sacctmgr show",
         ) from error
 
-    is_array = launch.num_tasks > 1
-    num_tasks = launch.num_ranks
-    if is_array:
-        num_tasks = launch.num_tasks
     first = submitted[0]
-    return Submission(
-        job_id=first.job_id.partition("_")[0],
-        num_tasks=num_tasks,
-        folder=first.paths.folder,
-        is_array=is_array,
-    )
+    return Submission(first.job_id.partition("_")[0], first.paths.folder)
 
 
 @contextmanager

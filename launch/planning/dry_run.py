@@ -14,9 +14,9 @@ import re
 import shutil
 import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
@@ -29,7 +29,7 @@ from launch.jobs.preparation import (
 )
 from launch.jobs.queue import NoAnswerError, ask_slurm, fields_of
 from launch.jobs.snapshot import folder_name, read_code
-from launch.jobs.status_text import format_size
+from launch.jobs.status_text import aligned, format_size
 from launch.jobs.submission import sbatch_text, submission_environment
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import resolve_weights, step_folders
@@ -61,8 +61,7 @@ OF_PIXELS = (
 ).split()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataFacts:
+class DataFacts(NamedTuple):
     """Size of the training set (the whole split, or what `data` takes of it), and its source."""
 
     num_samples: int | None
@@ -219,10 +218,7 @@ def describe(run: LaunchableRun) -> str:
     values = run.model_dump(mode="json", exclude_defaults=True)
     settings = [f"{key}: {redact(yaml_flow(value))}" for key, value in values.items()]
 
-    rows = list(_known_rows(run))
-    width = max(len(name) for name, _ in rows)
-    plan = [f"{name:<{width}}  {value}" for name, value in rows]
-
+    plan = aligned(list(_known_rows(run)))
     return "\n".join(["# Run", f"stage: {run.stage}", *settings, "", "# Plan", *plan])
 
 
@@ -252,17 +248,14 @@ def batch_script(run: LaunchableRun) -> str:
 def _known_rows(run: LaunchableRun) -> Rows:
     """The rows of a plan up to the first error, which ends it; the checks find the others."""
     try:
-        yield from _rows(run)
+        if isinstance(run, DataPrepRun):
+            yield from _data_prep_rows(run)
+        elif isinstance(run, EvaluateRun):
+            yield from _evaluation_rows(run)
+        else:
+            yield from plan_rows(run)
     except UserError as error:
         yield "error", f"{error.where}: {error.what}"
-
-
-def _rows(run: LaunchableRun) -> Rows:
-    if isinstance(run, DataPrepRun):
-        return _data_prep_rows(run)
-    if isinstance(run, EvaluateRun):
-        return _evaluation_rows(run)
-    return plan_rows(run)
 
 
 def _evaluation_rows(run: EvaluateRun) -> Rows:
@@ -448,8 +441,7 @@ def _cost_rows(
 # ---- checks -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     name: str
     result: Literal["ok", "warning", "error"]
     detail: str
@@ -506,12 +498,7 @@ def as_table(checks: Sequence[Check]) -> str:
         if check.next_step:
             rows.append(("", "", f"next: {check.next_step}"))
 
-    name_width = max(len(name) for name, _, _ in rows)
-    result_width = max(len(result) for _, result, _ in rows)
-    return "\n".join(
-        f"{name:<{name_width}}  {result:<{result_width}}  {detail}".rstrip()
-        for name, result, detail in rows
-    )
+    return "\n".join(aligned(rows))
 
 
 def slurm_check(script: str) -> list[Check]:
@@ -589,11 +576,11 @@ def run_checks(run: LaunchableRun, *, known: KnownFacts | None = None) -> list[C
 
     known: what the checks of other runs have counted, and this one adds to.
     """
+    # Only a data preparation has several tasks, and only other stages have several ranks.
+    num_tasks = run.launch.num_tasks * run.launch.num_ranks
+    rows = [Check("configuration", "ok", f"{run.stage}, {num_tasks} task(s)")]
     if isinstance(run, DataPrepRun):
-        return list(_data_prep_checks(run))
-
-    size = f"{run.stage}, {run.launch.num_ranks} task(s)"
-    rows = [Check("configuration", "ok", size)]
+        return rows + list(_source(run))
     if isinstance(run, EvaluateRun):
         return rows + caught("data", _evaluation_data(run))
 
@@ -665,9 +652,7 @@ def _fetch_weights(run: LaunchableRun) -> None:
             resolve_weights(file, key=key)
 
 
-def _data_prep_checks(run: DataPrepRun) -> Iterator[Check]:
-    size = f"{run.stage}, {run.launch.num_tasks} task(s)"
-    yield Check("configuration", "ok", size)
+def _source(run: DataPrepRun) -> Iterator[Check]:
     images = location_of(run.source.path)
     if isinstance(images, Path) and not images.exists():
         next_step = "correct source.path, unless only the nodes see it"

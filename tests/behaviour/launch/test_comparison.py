@@ -126,7 +126,7 @@ def test_equal_samples_are_fewer_steps_of_larger_batches() -> None:
                 assert point == NOTHING
                 continue
             samples = compared.totals["samples"]
-            _, top1 = compared.series("val/top1")
+            top1 = [value for _, value in compared.series("val/top1")]
             assert point.value == pytest.approx(np.interp(total, samples, top1))
 
     # The steps between which a value lies are shown with it.

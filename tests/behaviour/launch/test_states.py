@@ -545,8 +545,8 @@ def test_a_folder_has_the_jobs_whose_script_it_holds(squeue, tmp_path):
     (folder / "slurm").mkdir(parents=True)
     for name in ("c1", "c2"):
         (folder / f"slurm/.submission_file_{name}.sh").symlink_to("gone")
-    assert [job.job_id for job in jobs_of(folder)] == ["9_1", "10"]
-    assert jobs_of(tmp_path / "nowhere") == []
+    assert [job.job_id for job in jobs_of(folder, jobs=user_jobs())] == ["9_1", "10"]
+    assert jobs_of(tmp_path / "nowhere", jobs=user_jobs()) == []
 
 
 def test_settings_of_squeue_do_not_filter_jobs(squeue, monkeypatch):

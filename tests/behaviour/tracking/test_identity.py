@@ -335,7 +335,7 @@ def test_compared_runs_are_read_as_logged_and_once(tmp_path, uri):
         train(folder, last=10, value=value)
         send(folder, uri)
     (run,) = load_runs(["base"], uri=uri)
-    assert run.series("train/loss") == ([10], [math.inf])
+    assert run.series("train/loss") == [(10, math.inf)]
     assert run.label == "base (newest of this name)"
 
     # A link to a run that is named already is no third one.

@@ -110,18 +110,18 @@ def holds_secret(page: str) -> bool:
 
 @every(attack=ATTACKS)
 @every(name="pictures/x.png, evaluation/x.png, evaluation/per_class.csv")
-def test_the_page_shows_files_of_the_run_alone(name, attack, run, secret):
+def test_the_page_shows_files_of_the_run_alone(name, attack, run, secret, capsys):
     # A table of classes would be shown, if it were one.
     if name.endswith(".csv"):
         secret.write_text(f"{PER_CLASS}0,{SECRET.decode()},1,1,1.0\n")
     path = placed(run, name, attack, secret)
-    lines = []
-    page = render(compare(load_runs([str(run)], uri=None)), say=lines.append)
+    page = render(compare(load_runs([str(run)], uri=None)))
+    lines = capsys.readouterr().out.splitlines()
     assert not holds_secret(page)
     assert any(line.startswith(f"left out: {path}: ") for line in lines)
 
 
-def test_the_page_shows_what_is_a_picture_of_at_most_4_mib(run):
+def test_the_page_shows_what_is_a_picture_of_at_most_4_mib(run, capsys):
     for name in ("pictures/a_b.png", "evaluation/c_d.png"):
         (run / name).parent.mkdir()
         (run / name).write_bytes(PNG + name.encode())
@@ -129,8 +129,8 @@ def test_the_page_shows_what_is_a_picture_of_at_most_4_mib(run):
     # A name does not make a picture, and a large one would make the page too heavy to open.
     (run / "pictures/key.png").write_bytes(SECRET)
     (run / "pictures/large.png").write_bytes(PNG + bytes(4 * MIB))
-    lines = []
-    page = render(compare(load_runs([str(run)], uri=None)), say=lines.append)
+    page = render(compare(load_runs([str(run)], uri=None)))
+    lines = capsys.readouterr().out.splitlines()
     assert re.findall("<h3>(.*)</h3>", page) == ["A b", "C d"]
     assert not holds_secret(page)
     large = f"has {4 * MIB + 8:,} bytes; at most {4 * MIB:,} are read"
