@@ -187,11 +187,8 @@ class Subject:
     def write_table(self, name: str, rows: Iterable[Sequence[Any]]) -> None:
         """Write a CSV file, as `write`. Collective."""
         # The whole table in memory, so that the file is written in one piece.
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(
-            map(csv_cell, row) for row in rows
-        )
-        self.write(name, lambda path: write_text(path, text.getvalue()))
+        text = csv_text(rows)
+        self.write(name, lambda path: write_text(path, text))
 
     def outputs(
         self, index: SplitIndex, output: Output, *, samples: np.ndarray | None = None
@@ -293,6 +290,15 @@ class Subject:
         kept = Features.joined(rows)
         self.kept[split, output] = (np.union1d(computed, missing), kept)
         return kept.rows(np.isin(kept.samples, samples))
+
+
+def csv_text(rows: Iterable[Sequence[Any]]) -> str:
+    """The rows as CSV."""
+    text = io.StringIO()
+    # A spreadsheet would run the name of a class that looks like a formula.
+    safe = (map(csv_cell, row) for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(safe)
+    return text.getvalue()
 
 
 class Share(float):
