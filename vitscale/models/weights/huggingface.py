@@ -77,13 +77,6 @@ FAMILIES: dict[
 # patches, the decoder of MAE.
 UNUSED = ("pooler.", "embeddings.mask_token", "decoder.")
 
-EPSILONS = {
-    "vit": 1e-12,
-    "vit_mae": 1e-12,
-    "deit": 1e-12,
-    "dinov2": 1e-6,
-    "dinov2_with_registers": 1e-6,
-}
 # transformers' names of activations; it computes `gelu_new` and `gelu_fast` with tanh.
 GELUS = {
     "gelu": "erf",
@@ -188,10 +181,12 @@ def _pair(size: Any) -> tuple[int, int]:
 
 def _known(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     # A key that config.json leaves out has transformers' own default.
-    epsilon = config.get("layer_norm_eps", EPSILONS[str(config["model_type"])])
+    epsilon = 1e-12
+    if str(config["model_type"]).startswith("dinov2"):
+        epsilon = 1e-6
     known: dict[str, Any] = {
         "num_heads": int(config["num_attention_heads"]),
-        "layer_norm_eps": float(epsilon),
+        "layer_norm_eps": float(config.get("layer_norm_eps", epsilon)),
     }
     if config.get("use_swiglu_ffn"):
         return known
