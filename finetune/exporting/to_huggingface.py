@@ -225,7 +225,7 @@ def _config(model: TrainedModel) -> dict[str, Any]:
         "layer_norm_eps": arch.layer_norm_eps,
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
-        "id2label": {str(label): name for label, name in enumerate(model.class_names)},
+        "id2label": dict(enumerate(model.class_names)),
         "label2id": {name: label for label, name in enumerate(model.class_names)},
     }
     if model.independent:

@@ -74,7 +74,7 @@ def read_attention(
 ) -> None:
     """One forward pass; `consume(layer, attention of its heads)` is called layer by layer.
 
-    images: uint8 on the model's device. Each head's attention [B, T, T] is computed when it is
+    images: uint8. Each head's attention [B, T, T] is computed when it is
     taken, and not used again: `consume` may overwrite it.
     """
 
@@ -96,8 +96,8 @@ def patch_attention(p_BTT: torch.Tensor, *, num_prefix_tokens: int) -> torch.Ten
     """
     p_BLL = p_BTT[:, num_prefix_tokens:, num_prefix_tokens:]
     sums_BL1 = p_BLL.sum(dim=-1, keepdim=True)
-    uniform_BLL = torch.full_like(p_BLL, 1 / p_BLL.shape[-1])
-    return torch.where(sums_BL1 > 0, p_BLL / sums_BL1, uniform_BLL)
+    # 0 / 0 is no number.
+    return (p_BLL / sums_BL1).nan_to_num(1 / p_BLL.shape[-1])
 
 
 # ---- distance -----------------------------------------------------------------------------------
@@ -130,11 +130,10 @@ def head_distances(
 ) -> torch.Tensor:
     """Mean distance of each head over all images, in pixels: fp64 [N, H], on the CPU.
 
-    batches: uint8 images [B, 3, S, S] on the CPU.
+    batches: uint8 images [B, 3, S, S].
     """
-    device = model.world.device
     modules = attention_modules(model.network)
-    distances_LL = patch_distances(grid, stride=stride).to(device)
+    distances_LL = patch_distances(grid, stride=stride).to(model.world.device)
     # A sum over many images in fp32 loses the digits of each.
     sums_NH = torch.zeros(len(modules), modules[0].num_heads, dtype=torch.float64)
     num_images = 0
@@ -146,7 +145,7 @@ def head_distances(
 
     # Only sums are kept: the matrices of all images would not fit into memory.
     for images_B3SS in batches:
-        read_attention(model, images_B3SS.to(device), add)
+        read_attention(model, images_B3SS, add)
         num_images += len(images_B3SS)
     return sums_NH / max(1, num_images)
 
@@ -219,7 +218,7 @@ def rolled_out(
 def attention_rollout(model: InferenceModel, images_B3SS: torch.Tensor) -> torch.Tensor:
     """Return the attention of each output token to each input token: fp32 [B, T, T], rows sum to 1.
 
-    images: uint8 on the model's device. Layer by layer: no other matrix is kept.
+    images: uint8. Layer by layer: no other matrix is kept.
     """
     num_heads = attention_modules(model.network)[0].num_heads
     product: torch.Tensor | None = None
@@ -261,7 +260,7 @@ def draw_rollout(subject: Visualized) -> Figure:
     _, photos_B3PP = subject.sheet(subject.run.num_images, at_least=SHOWN_PX)
     weights = []
     for batch_B3SS in images_B3SS.split(subject.attention_batch):
-        rollout_BTT = attention_rollout(subject.model, batch_B3SS.to(subject.device))
+        rollout_BTT = attention_rollout(subject.model, batch_B3SS)
         weights_BRC = patch_weights(
             rollout_BTT,
             num_prefix_tokens=arch.num_prefix_tokens,

@@ -64,10 +64,12 @@ def principal_components(
 
 def first_filters(network: nn.Module) -> torch.Tensor:
     """Filters of the first convolution on colours [D, 3, p, p], on the CPU."""
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d) and module.in_channels == 3:
-            return module.weight.detach().cpu().double()
-    raise AssertionError("no convolution on colours")
+    convolutions = (
+        module
+        for module in network.modules()
+        if isinstance(module, nn.Conv2d) and module.in_channels == 3
+    )
+    return next(convolutions).weight.detach().cpu()
 
 
 def draw_filters(subject: Visualized) -> Figure:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from timm.layers import to_2tuple
+
 from vitscale.config.errors import UserError
 from vitscale.models.weights.files import CONFIG, Weights, labels_in_order, read_folder
 from vitscale.models.weights.names import Tensors, joined, numbered
@@ -140,8 +142,8 @@ def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
         preprocessing = assumed_pixels(model_type)
         assumed = tuple(preprocessing)
 
-    rows, columns = _pair(config.get("image_size", 224))
-    patch_rows, patch_columns = _pair(config.get("patch_size", 16))
+    rows, columns = to_2tuple(config.get("image_size", 224))
+    patch_rows, patch_columns = to_2tuple(config.get("patch_size", 16))
     origin = f"Hugging Face's {model_type}"
     size = preprocessing.get("image_size", max(rows, columns))
     if size != max(rows, columns):
@@ -170,13 +172,6 @@ def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
         # `interpolate_pos_encoding` there.
         positions="timm" if model_type == "dinov2_with_registers" else "deit",
     )
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    if isinstance(size, int):
-        return size, size
-    rows, columns = size
-    return int(rows), int(columns)
 
 
 def _known(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
