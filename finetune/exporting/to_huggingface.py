@@ -191,10 +191,11 @@ def _weights(model: TrainedModel) -> dict[str, torch.Tensor]:
 
     # The inverse of `from_huggingface`: the last name counts where two have the same meaning.
     prefix, below, beside = FAMILIES[kind]
+    rows = [*below.items()]
     if arch.mlp == "swiglu":
-        below = (*below, *GATED)
-    names = {ours: prefix + theirs for theirs, ours in below}
-    names |= {ours: theirs for theirs, ours in beside}
+        rows += GATED.items()
+    names = {ours: prefix + theirs for theirs, ours in rows}
+    names |= {ours: theirs for theirs, ours in beside.items()}
     named = renamed(split(weights), names)
 
     # It is used for masked patches alone, but transformers warns where it is missing.

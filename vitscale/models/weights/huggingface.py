@@ -24,54 +24,63 @@ from vitscale.models.weights.pixels import (
     huggingface_pixels,
 )
 
-# (theirs, ours); {} is the number of a block. Names of tensors, or of modules with weight and bias.
-_SHARED = (
-    ("embeddings.cls_token", "cls_token"),
-    ("embeddings.position_embeddings", "pos_embed"),
-    ("embeddings.patch_embeddings.projection", "patch_embed.proj"),
-    ("layernorm", "norm"),
-    ("encoder.layer.{}.attention.attention.query", "blocks.{}.attn.query"),
-    ("encoder.layer.{}.attention.attention.key", "blocks.{}.attn.key"),
-    ("encoder.layer.{}.attention.attention.value", "blocks.{}.attn.value"),
-    ("encoder.layer.{}.attention.output.dense", "blocks.{}.attn.proj"),
-)
-_VIT = (
-    *_SHARED,
-    ("encoder.layer.{}.layernorm_before", "blocks.{}.norm1"),
-    ("encoder.layer.{}.layernorm_after", "blocks.{}.norm2"),
-    ("encoder.layer.{}.intermediate.dense", "blocks.{}.mlp.fc1"),
-    ("encoder.layer.{}.output.dense", "blocks.{}.mlp.fc2"),
-)
-GATED = (
-    ("encoder.layer.{}.mlp.weights_in", "blocks.{}.mlp.fc1"),
-    ("encoder.layer.{}.mlp.weights_out", "blocks.{}.mlp.fc2"),
-)
+Names = dict[str, str]
+
+
+def _names(text: str) -> Names:
+    """A table of theirs and ours. Names of tensors, or of modules with weight and bias.
+
+    {} is the number of a block.
+    """
+    return dict(line.split() for line in text.splitlines())
+
+
+_SHARED = _names("""\
+embeddings.cls_token cls_token
+embeddings.position_embeddings pos_embed
+embeddings.patch_embeddings.projection patch_embed.proj
+layernorm norm
+encoder.layer.{}.attention.attention.query blocks.{}.attn.query
+encoder.layer.{}.attention.attention.key blocks.{}.attn.key
+encoder.layer.{}.attention.attention.value blocks.{}.attn.value
+encoder.layer.{}.attention.output.dense blocks.{}.attn.proj""")
+_VIT = _SHARED | _names("""\
+encoder.layer.{}.layernorm_before blocks.{}.norm1
+encoder.layer.{}.layernorm_after blocks.{}.norm2
+encoder.layer.{}.intermediate.dense blocks.{}.mlp.fc1
+encoder.layer.{}.output.dense blocks.{}.mlp.fc2""")
+GATED = _names("""\
+encoder.layer.{}.mlp.weights_in blocks.{}.mlp.fc1
+encoder.layer.{}.mlp.weights_out blocks.{}.mlp.fc2""")
 _DINOV2 = (
-    *_SHARED,
-    ("encoder.layer.{}.norm1", "blocks.{}.norm1"),
-    ("encoder.layer.{}.norm2", "blocks.{}.norm2"),
-    ("encoder.layer.{}.layer_scale1.lambda1", "blocks.{}.ls1.gamma"),
-    ("encoder.layer.{}.layer_scale2.lambda1", "blocks.{}.ls2.gamma"),
-    *GATED,
-    ("encoder.layer.{}.mlp.fc1", "blocks.{}.mlp.fc1"),
-    ("encoder.layer.{}.mlp.fc2", "blocks.{}.mlp.fc2"),
+    _SHARED
+    | GATED
+    | _names("""\
+encoder.layer.{}.norm1 blocks.{}.norm1
+encoder.layer.{}.norm2 blocks.{}.norm2
+encoder.layer.{}.layer_scale1.lambda1 blocks.{}.ls1.gamma
+encoder.layer.{}.layer_scale2.lambda1 blocks.{}.ls2.gamma
+encoder.layer.{}.mlp.fc1 blocks.{}.mlp.fc1
+encoder.layer.{}.mlp.fc2 blocks.{}.mlp.fc2""")
 )
-_HEAD = (("classifier", "head"),)
+_HEAD = {"classifier": "head"}
+_DEIT_HEADS = _names("""\
+classifier head
+cls_classifier head
+distillation_classifier head_dist""")
 # model_type of config.json: (prefix of the trunk, names below it, names without the prefix).
-FAMILIES: dict[
-    str, tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
-] = {
+FAMILIES: dict[str, tuple[str, Names, Names]] = {
     "vit": ("vit.", _VIT, _HEAD),
-    "vit_mae": ("vit.", _VIT, ()),
+    "vit_mae": ("vit.", _VIT, {}),
     "deit": (
         "deit.",
-        (*_VIT, ("embeddings.distillation_token", "dist_token")),
-        (*_HEAD, ("cls_classifier", "head"), ("distillation_classifier", "head_dist")),
+        _VIT | {"embeddings.distillation_token": "dist_token"},
+        _DEIT_HEADS,
     ),
     "dinov2": ("dinov2.", _DINOV2, _HEAD),
     "dinov2_with_registers": (
         "dinov2_with_registers.",
-        (*_DINOV2, ("embeddings.register_tokens", "reg_token")),
+        _DINOV2 | {"embeddings.register_tokens": "reg_token"},
         _HEAD,
     ),
 }
@@ -104,7 +113,7 @@ def from_huggingface(tensors: Tensors, model_type: str) -> tuple[Tensors, list[s
             left_out.append(name)
         else:
             used[bare] = tensor
-    return joined(renamed(used, dict((*below, *beside)))), left_out
+    return joined(renamed(used, below | beside)), left_out
 
 
 def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
