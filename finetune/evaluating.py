@@ -3,8 +3,6 @@ MLflow run."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import os
@@ -13,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -23,7 +21,6 @@ from vitscale.checkpoint.store import run_folder_lock
 from vitscale.config.changes import changed_settings
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml, shorten
-from vitscale.config.outside import csv_cell
 from vitscale.config.redaction import short_reason
 from vitscale.data.index import SplitIndex
 from vitscale.data.settings import DataSettings
@@ -31,7 +28,13 @@ from vitscale.data.training_set import open_training_set, open_val_split
 from vitscale.distributed.atomic_files import json_text, write_json, write_text
 from vitscale.distributed.node_files import once_per_node
 from vitscale.distributed.world import World, errors_on_all_ranks, gather_objects
-from vitscale.evaluation.evaluation import FILES, Share, Subject, results
+from vitscale.evaluation.evaluation import (
+    FILES,
+    Share,
+    Subject,
+    csv_text,
+    results,
+)
 from vitscale.evaluation.linear_heads import LinearHeads
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.evaluation.trained_model import SourceRun, TrainedModel, open_model
@@ -40,15 +43,25 @@ from vitscale.tracking.mlflow_sync import VAL_DATA_TAG, MlflowRun, read_record
 from vitscale.tracking.settings import sqlite_path
 from vitscale.tracking.tracker import Tracker
 
-# A metric of an evaluation: image_size, evaluation, metric, value, and of a share of images the
-# bounds of its 95 % interval (low, high) and their number (images), else None.
-Row = dict[str, Any]
 RESULTS = "results.json"
 # Of MLflow: the run of the training, of its evaluations.
 PARENT_TAG = "mlflow.parentRunId"
 # Below the folder of results; the folder of an earlier evaluation is removed.
 PROBED = f"{FILES}/linear_model"
 HEADINGS = ("image size", "evaluation", "metric", "value", "95 % interval", "images")
+
+
+class Row(NamedTuple):
+    """A metric of an evaluation."""
+
+    image_size: int
+    evaluation: str
+    metric: str
+    value: float
+    low: float | None = None
+    """Of a share of images, as `high` and `images`: the bounds of its 95 % interval."""
+    high: float | None = None
+    images: int | None = None
 
 
 def check_folder(folder: Path) -> None:
@@ -134,7 +147,7 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
 
         # The results become a point of the training's own curve, at the checkpoint's step.
         tracker.log(
-            {f"val/{row['metric']}": row["value"] for row in rows},
+            {f"val/{row.metric}": row.value for row in rows},
             step=model.run.checkpoint.step if model.run else 0,
         )
         if world.is_first:
@@ -191,20 +204,18 @@ def splits(run: EvaluateRun) -> tuple[tuple[SplitIndex, ...], SplitIndex]:
     """
     data = DataSettings(global_batch=run.compute.batch, **run.data.model_dump())
     needs = {EVALUATIONS[settings.name].needs for settings in run.evaluate}
-    if needs == {"logits"} and data.val_split is not None:
-        val = open_val_split(data)
-        assert val is not None
-        return (), val
-
-    # As a training opens them; the seed decides the order alone.
-    opened = open_training_set(data, seed=0)
-    val = opened.dev
+    val = None
+    parts: tuple[SplitIndex, ...] = ()
+    if needs != {"logits"} or data.val_split is None:
+        # As a training opens them; the seed decides the order alone.
+        opened = open_training_set(data, seed=0)
+        val = opened.dev
+        if needs != {"logits"}:
+            parts = opened.parts
     if data.val_split is not None:
         val = open_val_split(data)
     assert val is not None
-    if needs == {"logits"}:
-        return (), val
-    return opened.parts, val
+    return parts, val
 
 
 def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str, Any]:
@@ -227,11 +238,9 @@ def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str
 
     # A choice that keeps every sample is left out, so that a new key does not make older results
     # those of another evaluation.
-    chosen = run.data.model_dump(mode="json", include=set(CHOOSING))
-    for key, value in chosen.items():
-        if value not in (None, [], 0, 100):
-            data_values[key] = value
-
+    data_values |= run.data.model_dump(
+        mode="json", include=set(CHOOSING), exclude_defaults=True
+    )
     return {
         "name": run.name,
         "model": model_values,
@@ -343,20 +352,11 @@ def as_rows(
 ) -> list[Row]:
     rows = []
     for metric, value in metrics.items():
-        row: Row = {
-            "image_size": image_size,
-            "evaluation": evaluation,
-            "metric": metric,
-            "value": float(value),
-            "low": None,
-            "high": None,
-            "images": None,
-        }
-
+        row = Row(image_size, evaluation, metric, float(value))
         # The interval of a share follows from the number of its images.
         if isinstance(value, Share):
-            row["low"], row["high"] = value.interval()
-            row["images"] = value.images
+            low, high = value.interval()
+            row = row._replace(low=low, high=high, images=value.images)
         rows.append(row)
     return rows
 
@@ -379,23 +379,17 @@ def write_results(
     """Write results.json, with `description`, results.csv and results.md."""
     # JSON has no NaN, the one value that differs from itself.
     valid = [
-        {key: None if cell != cell else cell for key, cell in row.items()}
+        {key: None if cell != cell else cell for key, cell in row._asdict().items()}
         for row in rows
     ]
     write_json(folder / RESULTS, {**description, "results": valid})
-
-    # A spreadsheet would run the name of a class that looks like a formula.
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({key: csv_cell(cell) for key, cell in row.items()} for row in rows)
-    write_text(folder / "results.csv", file.getvalue())
+    write_text(folder / "results.csv", csv_text([Row._fields, *rows]))
     write_text(folder / "results.md", table(rows) + "\n")
 
 
 def _reasons(rows: Sequence[Row]) -> Iterator[str]:
     """Explain missing intervals: Wilson's is for a single share of one set of images."""
-    without = [row["metric"] for row in rows if row["low"] is None]
+    without = [row.metric for row in rows if row.low is None]
     if "class_mean_top1" in without:
         yield "class_mean_top1 has no interval: it is a mean over classes"
     # Its spread over draws is a metric of its own and says more than an interval would.
@@ -407,14 +401,14 @@ def _reasons(rows: Sequence[Row]) -> Iterator[str]:
 def _cells(row: Row) -> tuple[str, ...]:
     interval = ""
     images = ""
-    if row["low"] is not None:
-        interval = f"{_spelled(row['low'])} to {_spelled(row['high'])}"
-        images = str(row["images"])
+    if row.low is not None and row.high is not None:
+        interval = f"{_spelled(row.low)} to {_spelled(row.high)}"
+        images = str(row.images)
     return (
-        str(row["image_size"]),
-        row["evaluation"],
-        row["metric"],
-        _spelled(row["value"]),
+        str(row.image_size),
+        row.evaluation,
+        row.metric,
+        _spelled(row.value),
         interval,
         images,
     )

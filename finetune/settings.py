@@ -117,8 +117,7 @@ class ModelRun(Run):
         # A key in the file of a job wins, so those that nobody set are left out.
         if model is None:
             return None
-        values = {key: value for key, value in model if key in model.model_fields_set}
-        return values or None
+        return model.model_dump(exclude_unset=True) or None
 
     def source(self) -> dict[str, Any]:
         """Arguments of `open_model`."""

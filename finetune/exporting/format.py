@@ -65,8 +65,8 @@ class Format:
 
     def logits(
         self, model: TrainedModel, folder: Path, images_B3SS: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Logits of the written model for normalised images; None if it cannot run here."""
+    ) -> torch.Tensor:
+        """Logits of the written model for normalised images, by `library`, which is installed."""
         raise NotImplementedError
 
     def usage(self, model: TrainedModel) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.trained_model import Preprocessing, TrainedModel
 from vitscale.models.settings import ViTSettings
 from vitscale.models.weights.huggingface import FAMILIES, GATED, renamed
-from vitscale.models.weights.names import Tensors
 
 ACTIVATIONS = {"tanh": "gelu_pytorch_tanh", "erf": "gelu"}
 # Model type -> start of its classes' names, and what follows it in the class with a head.
@@ -77,9 +75,7 @@ class HuggingFaceFormat(Format):
 
     def logits(
         self, model: TrainedModel, folder: Path, images_B3SS: torch.Tensor
-    ) -> torch.Tensor | None:
-        if importlib.util.find_spec("transformers") is None:
-            return None
+    ) -> torch.Tensor:
         import transformers
 
         # Bars of the library would run through the lines of the export.
@@ -192,7 +188,15 @@ def _weights(model: TrainedModel) -> dict[str, torch.Tensor]:
     if positions_1LD.shape[1] == arch.num_patches:
         zero_11D = torch.zeros_like(positions_1LD[:, :1])
         weights["pos_embed"] = torch.cat([zero_11D, positions_1LD], dim=1)
-    named = under_their_names(weights, kind, gated=arch.mlp == "swiglu")
+
+    # The inverse of `from_huggingface`: the last name counts where two have the same meaning.
+    prefix, below, beside = FAMILIES[kind]
+    rows = [*below.items()]
+    if arch.mlp == "swiglu":
+        rows += GATED.items()
+    names = {ours: prefix + theirs for theirs, ours in rows}
+    names |= {ours: theirs for theirs, ours in beside.items()}
+    named = renamed(split(weights), names)
 
     # It is used for masked patches alone, but transformers warns where it is missing.
     if kind.startswith("dinov2"):
@@ -222,7 +226,7 @@ def _config(model: TrainedModel) -> dict[str, Any]:
         "layer_norm_eps": arch.layer_norm_eps,
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
-        "id2label": {str(label): name for label, name in enumerate(model.class_names)},
+        "id2label": dict(enumerate(model.class_names)),
         "label2id": {name: label for label, name in enumerate(model.class_names)},
     }
     if model.independent:
@@ -267,19 +271,3 @@ def _preprocessor(pixels: Preprocessing) -> dict[str, Any]:
         # Without it grey and transparent images raise.
         "do_convert_rgb": True,
     }
-
-
-def under_their_names(
-    weights: Mapping[str, torch.Tensor], model_type: str, *, gated: bool = False
-) -> Tensors:
-    """Our tensors under the names that transformers reads; the inverse of `from_huggingface`.
-
-    gated: the MLPs are SwiGLU. Unknown tensors keep their names. Raises KeyError as
-    `from_huggingface`.
-    """
-    prefix, below, beside = FAMILIES[model_type]
-    # The last name counts where two have the same meaning.
-    if gated:
-        below = (*below, *GATED)
-    names = {ours: prefix + theirs for theirs, ours in below}
-    return renamed(split(weights), names | {ours: theirs for theirs, ours in beside})

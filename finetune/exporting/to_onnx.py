@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import warnings
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from finetune.exporting.format import PHOTO, Format, write_description
 from finetune.exporting.to_timm import INTERPOLATIONS
@@ -42,7 +40,7 @@ class OnnxFormat(Format):
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             torch.onnx.export(
-                _Logits(model.network).eval(),
+                model.network,
                 (torch.zeros(TRACED_IMAGES, 3, size, size),),
                 path,
                 input_names=["images"],
@@ -63,10 +61,8 @@ class OnnxFormat(Format):
 
     def logits(
         self, model: TrainedModel, folder: Path, images_B3SS: torch.Tensor
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Run batches of several sizes."""
-        if importlib.util.find_spec("onnxruntime") is None:
-            return None
         import onnxruntime
 
         options: Any = onnxruntime.SessionOptions()
@@ -133,15 +129,3 @@ def _resize(pixels: Preprocessing) -> str:
 
 def _output(model: TrainedModel) -> str:
     return "logits" if model.num_classes else "features"
-
-
-class _Logits(nn.Module):
-    """The model with one input and one output."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.network(images)
-        return logits

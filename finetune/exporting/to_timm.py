@@ -56,7 +56,7 @@ class TimmFormat(Format):
 
     def logits(
         self, model: TrainedModel, folder: Path, images_B3SS: torch.Tensor
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         logits: torch.Tensor = built_by_timm(folder)(images_B3SS)
         return logits
 

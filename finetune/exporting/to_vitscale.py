@@ -32,7 +32,7 @@ class SafetensorsFormat(Format):
 
     def logits(
         self, model: TrainedModel, folder: Path, images_B3SS: torch.Tensor
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         logits: torch.Tensor = open_model(str(folder)).network(images_B3SS)
         return logits
 

@@ -14,21 +14,24 @@ layers, H heads, E channels of a head.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from functools import partial, reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib import colormaps
+from matplotlib.cm import ScalarMappable
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import nn
 
 from finetune.inspection.visualized import Visualized
+from vitscale.evaluation.sheet import sheet, titled_figure
 from vitscale.evaluation.trained_model import InferenceModel
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Consume = Callable[[int, int, torch.Tensor], None]
+Consume = Callable[[int, Iterator[torch.Tensor]], None]
 # The attention distance is averaged over so many, as in the ViT paper.
 MEASURED_IMAGES = 128
 RESIDUAL = 0.5  # weight of the identity, which stands for the residual connection
@@ -37,14 +40,13 @@ OPACITY = 0.55
 SHOWN_PX = 320
 SIDE = 3.1  # inches
 COLUMNS = 4
+COLORS = "inferno"
 
 
 def attention_modules(network: nn.Module) -> list[Any]:
-    """timm's attention of each block, first layer first; empty for a model without any."""
-    attentions = [
-        getattr(block, "attn", None) for block in getattr(network, "blocks", ())
-    ]
-    return [attention for attention in attentions if hasattr(attention, "qkv")]
+    """timm's attention of each block, first layer first."""
+    blocks: Any = network.blocks
+    return [block.attn for block in blocks]
 
 
 def attention_by_head(attention: Any, x_BTD: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -70,27 +72,21 @@ def attention_by_head(attention: Any, x_BTD: torch.Tensor) -> Iterator[torch.Ten
 def read_attention(
     model: InferenceModel, images_B3SS: torch.Tensor, consume: Consume
 ) -> None:
-    """One forward pass; `consume(layer, head, attention [B, T, T])` is called in order.
+    """One forward pass; `consume(layer, attention of its heads)` is called layer by layer.
 
-    images: uint8 on the model's device. The matrix is not used again: `consume` may overwrite it.
+    images: uint8. Each head's attention [B, T, T] is computed when it is
+    taken, and not used again: `consume` may overwrite it.
     """
 
-    def hook(layer: int) -> Callable[..., None]:
-        def read(attention: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-            for head, p_BTT in enumerate(attention_by_head(attention, inputs[0])):
-                consume(layer, head, p_BTT)
+    def read(layer: int, attention: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        consume(layer, attention_by_head(attention, inputs[0]))
 
-        return read
-
-    handles = []
-    for layer, attention in enumerate(attention_modules(model.network)):
-        handles.append(attention.register_forward_pre_hook(hook(layer)))
-    try:
+    # A hook that stays would read the attention of every later forward pass.
+    with ExitStack() as hooks:
+        for layer, attention in enumerate(attention_modules(model.network)):
+            hook = attention.register_forward_pre_hook(partial(read, layer))
+            hooks.enter_context(hook)
         model.forward(images_B3SS, "features")
-    finally:
-        # A hook that stays would read the attention of every later forward pass.
-        for handle in handles:
-            handle.remove()
 
 
 def patch_attention(p_BTT: torch.Tensor, *, num_prefix_tokens: int) -> torch.Tensor:
@@ -100,8 +96,8 @@ def patch_attention(p_BTT: torch.Tensor, *, num_prefix_tokens: int) -> torch.Ten
     """
     p_BLL = p_BTT[:, num_prefix_tokens:, num_prefix_tokens:]
     sums_BL1 = p_BLL.sum(dim=-1, keepdim=True)
-    uniform_BLL = torch.full_like(p_BLL, 1 / p_BLL.shape[-1])
-    return torch.where(sums_BL1 > 0, p_BLL / sums_BL1, uniform_BLL)
+    # 0 / 0 is no number.
+    return (p_BLL / sums_BL1).nan_to_num(1 / p_BLL.shape[-1])
 
 
 # ---- distance -----------------------------------------------------------------------------------
@@ -134,30 +130,27 @@ def head_distances(
 ) -> torch.Tensor:
     """Mean distance of each head over all images, in pixels: fp64 [N, H], on the CPU.
 
-    batches: uint8 images [B, 3, S, S] on the CPU.
+    batches: uint8 images [B, 3, S, S].
     """
-    device = model.world.device
     modules = attention_modules(model.network)
-    distances_LL = patch_distances(grid, stride=stride).to(device)
+    distances_LL = patch_distances(grid, stride=stride).to(model.world.device)
     # A sum over many images in fp32 loses the digits of each.
     sums_NH = torch.zeros(len(modules), modules[0].num_heads, dtype=torch.float64)
     num_images = 0
 
-    def add(layer: int, head: int, p_BTT: torch.Tensor) -> None:
-        p_BLL = patch_attention(p_BTT, num_prefix_tokens=num_prefix_tokens)
-        sums_NH[layer, head] += float(mean_distance(p_BLL, distances_LL).sum())
+    def add(layer: int, heads: Iterator[torch.Tensor]) -> None:
+        for head, p_BTT in enumerate(heads):
+            p_BLL = patch_attention(p_BTT, num_prefix_tokens=num_prefix_tokens)
+            sums_NH[layer, head] += float(mean_distance(p_BLL, distances_LL).sum())
 
     # Only sums are kept: the matrices of all images would not fit into memory.
     for images_B3SS in batches:
-        read_attention(model, images_B3SS.to(device), add)
+        read_attention(model, images_B3SS, add)
         num_images += len(images_B3SS)
     return sums_NH / max(1, num_images)
 
 
 def draw_distance(subject: Visualized) -> Figure:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     arch = subject.vit
     _, images_B3SS = subject.sheet(MEASURED_IMAGES)
     distances_NH = head_distances(
@@ -169,7 +162,11 @@ def draw_distance(subject: Visualized) -> Figure:
     )
     depth, num_heads = distances_NH.shape
 
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    text = (
+        f"Attention distance of {num_heads} heads in each layer; mean over {len(images_B3SS)} "
+        f"images of {arch.image_size} px"
+    )
+    figure = titled_figure(f"{subject.name}\n{text}", size=(6.4, 4.4))
     axes = figure.add_subplot()
     layers = range(1, depth + 1)
     lines = axes.plot(
@@ -195,11 +192,6 @@ def draw_distance(subject: Visualized) -> Figure:
     axes.set_xlabel("Layer, from the image to the output")
     axes.set_ylabel("Mean attention distance (pixels)")
     axes.spines[["top", "right"]].set_visible(False)
-    text = (
-        f"Attention distance of {num_heads} heads in each layer; mean over {len(images_B3SS)} "
-        f"images of {arch.image_size} px"
-    )
-    figure.suptitle(f"{subject.name}\n{text}", fontsize=9, parse_math=False)
     return figure
 
 
@@ -226,21 +218,16 @@ def rolled_out(
 def attention_rollout(model: InferenceModel, images_B3SS: torch.Tensor) -> torch.Tensor:
     """Return the attention of each output token to each input token: fp32 [B, T, T], rows sum to 1.
 
-    images: uint8 on the model's device. Layer by layer: no other matrix is kept.
+    images: uint8. Layer by layer: no other matrix is kept.
     """
-    num_heads = [attention.num_heads for attention in attention_modules(model.network)]
+    num_heads = attention_modules(model.network)[0].num_heads
     product: torch.Tensor | None = None
-    sum_BTT: torch.Tensor  # of the heads of one layer
 
-    # Heads come in order, so that the sum of one layer is complete before the next one begins.
-    def add(layer: int, head: int, p_BTT: torch.Tensor) -> None:
-        nonlocal product, sum_BTT
-        if head == 0:
-            sum_BTT = p_BTT
-        else:
-            sum_BTT += p_BTT
-        if head == num_heads[layer] - 1:
-            product = rolled_out(product, sum_BTT.div_(num_heads[layer]))
+    def add(layer: int, heads: Iterator[torch.Tensor]) -> None:
+        nonlocal product
+        # Summed in place, as a second matrix of all tokens may not fit.
+        sum_BTT = reduce(torch.Tensor.add_, heads)
+        product = rolled_out(product, sum_BTT.div_(num_heads))
 
     read_attention(model, images_B3SS, add)
     assert product is not None
@@ -267,15 +254,13 @@ def patch_weights(
 
 
 def draw_rollout(subject: Visualized) -> Figure:
-    from matplotlib.figure import Figure
-
     arch = subject.vit
     is_pooled = arch.pool != "cls"
     titles, images_B3SS = subject.sheet(subject.run.num_images)
     _, photos_B3PP = subject.sheet(subject.run.num_images, at_least=SHOWN_PX)
     weights = []
     for batch_B3SS in images_B3SS.split(subject.attention_batch):
-        rollout_BTT = attention_rollout(subject.model, batch_B3SS.to(subject.device))
+        rollout_BTT = attention_rollout(subject.model, batch_B3SS)
         weights_BRC = patch_weights(
             rollout_BTT,
             num_prefix_tokens=arch.num_prefix_tokens,
@@ -288,43 +273,29 @@ def draw_rollout(subject: Visualized) -> Figure:
     )
 
     # The colours of the heat would mix with those of the photograph, so that one is grey.
-    photos_BPP3 = photos_B3PP.permute(0, 2, 3, 1)
-    greys_BPP = photos_BPP3.float().mean(dim=3)
+    greys_B1PP = photos_B3PP.double().mean(dim=1, keepdim=True) / 255
+    colors_BPP4 = colormaps[COLORS](weights_B1PP[:, 0].numpy())
+    colors_B3PP = torch.from_numpy(colors_BPP4[..., :3]).permute(0, 3, 1, 2)
+    heats_B3PP = torch.lerp(greys_B1PP, colors_B3PP, OPACITY)
+
+    # Below each row of photographs is one of the heat on them.
     captions = subject.captions(titles, images_B3SS)
-    num_rows = math.ceil(len(titles) / COLUMNS)
-    columns = math.ceil(len(titles) / num_rows)
-    size = (columns * SIDE + 0.9, num_rows * (2 * SIDE + 0.5) + 0.6)
-    figure = Figure(figsize=size, layout="constrained")
-    # A pair of rows for each row of images: the photograph, and below it the heat on it.
-    grid = figure.add_gridspec(2 * num_rows, columns)
-    for number in range(len(titles)):
-        row, column = divmod(number, columns)
-        above = figure.add_subplot(grid[2 * row, column])
-        above.imshow(photos_BPP3[number].numpy())
-        text, is_wrong = captions[number]
-        color = "black"
-        if is_wrong:
-            color = "#c0392b"
-        above.set_title(text, fontsize=9, color=color, parse_math=False)
+    above = [
+        (text, is_wrong, photo)
+        for (text, is_wrong), photo in zip(captions, photos_B3PP, strict=True)
+    ]
+    below = [("", False, heat) for heat in heats_B3PP]
+    rows = []
+    for start in range(0, len(titles), COLUMNS):
+        rows.append(above[start : start + COLUMNS])
+        rows.append(below[start : start + COLUMNS])
 
-        below = figure.add_subplot(grid[2 * row + 1, column])
-        below.imshow(greys_BPP[number].numpy(), cmap="grey", vmin=0, vmax=255)
-        heat = below.imshow(
-            weights_B1PP[number, 0].numpy(),
-            cmap="inferno",
-            vmin=0,
-            vmax=1,
-            alpha=OPACITY,
-        )
-        above.set_axis_off()
-        below.set_axis_off()
-    label = "weight, relative to the largest one of the image"
-    figure.colorbar(heat, ax=figure.axes, label=label, shrink=0.5 / num_rows, pad=0.01)
-
-    depth = len(attention_modules(subject.model.network))
     source = "the class token"
     if is_pooled:
         source = "the mean of all patches"
-    text = f"Attention rollout: what {source} draws on through all {depth} layers"
-    figure.suptitle(f"{subject.name}\n{text}", fontsize=10, parse_math=False)
+    text = f"Attention rollout: what {source} draws on through all {arch.depth} layers"
+    figure = sheet(f"{subject.name}\n{text}", rows, width=SIDE)
+    label = "weight, relative to the largest one of the image"
+    colors = ScalarMappable(cmap=COLORS)
+    figure.colorbar(colors, ax=figure.axes, label=label, shrink=1 / len(rows), pad=0.01)
     return figure

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from finetune.inspection.attention import draw_distance, draw_rollout
 from finetune.inspection.visualized import Visualized
@@ -17,10 +16,7 @@ from vitscale.evaluation.trained_model import open_model
 from vitscale.models.settings import ViTSettings
 from vitscale.tracking.mlflow_sync import upload
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-DRAW: dict[str, Callable[[Visualized], Figure]] = {
+DRAW = {
     "patch_filters": draw_filters,
     "position_similarity": draw_positions,
     "attention_distance": draw_distance,

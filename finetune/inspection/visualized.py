@@ -34,7 +34,6 @@ class Visualized:
         """Raises UserError if `images` is given and cannot be opened."""
         self.run = run
         self.loaded = loaded
-        self.device = world.device
         self.model = loaded.for_inference(
             world, precision=run.compute.precision, num_images=0
         )
@@ -171,7 +170,7 @@ class Visualized:
         names, reason = output_names(self.loaded, self.images)
         has_truth = self.images.index is not None and not reason
         logits = [
-            self.model.logits(batch_B3SS.to(self.device))
+            self.model.logits(batch_B3SS)
             for batch_B3SS in images_B3SS.split(self.attention_batch)
         ]
         shares_B1, columns_B1 = ranked(torch.cat(logits), self.loaded, top=1)

@@ -9,19 +9,19 @@ Shapes: D filters, p pixels a side, K components.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import nn
 
 from finetune.inspection.visualized import Visualized
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from vitscale.evaluation.sheet import sheet, titled_figure
 
 ROWS = 4
 COLUMNS = 7
+SIDE = 0.9  # inches
 GREY = 0.5
 # All tiles of a 14 x 14 grid; of a larger one fewer, since their pixels would be too small.
 MAX_TILES = 14
@@ -64,33 +64,32 @@ def principal_components(
 
 def first_filters(network: nn.Module) -> torch.Tensor:
     """Filters of the first convolution on colours [D, 3, p, p], on the CPU."""
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d) and module.in_channels == 3:
-            return module.weight.detach().cpu().double()
-    raise AssertionError("no convolution on colours")
+    convolutions = (
+        module
+        for module in network.modules()
+        if isinstance(module, nn.Conv2d) and module.in_channels == 3
+    )
+    return next(convolutions).weight.detach().cpu()
 
 
 def draw_filters(subject: Visualized) -> Figure:
-    from matplotlib.figure import Figure
-
     filters_D3pp = first_filters(subject.model.network)
     components_K3pp, shares_K = principal_components(filters_D3pp, count=ROWS * COLUMNS)
-    figure = Figure(figsize=(6.2, 4.3), layout="constrained")
-    for number, component_3pp in enumerate(components_K3pp):
-        axes = figure.add_subplot(ROWS, COLUMNS, number + 1)
-        shown_3pp = GREY + GREY * component_3pp / component_3pp.abs().max()
-        axes.imshow(shown_3pp.permute(1, 2, 0).numpy(), interpolation="nearest")
-        axes.set_axis_off()
 
     # Colours can be compared within a filter, but not between filters.
+    cells = []
+    for component_3pp in components_K3pp:
+        shown_3pp = GREY + GREY * component_3pp / component_3pp.abs().max()
+        cells.append(("", False, shown_3pp))
+    rows = [cells[start : start + COLUMNS] for start in range(0, len(cells), COLUMNS)]
+
     side = filters_D3pp.shape[-1]
     text = (
-        f"{len(components_K3pp)} principal components of the {len(filters_D3pp)} first filters of "
+        f"{len(cells)} principal components of the {len(filters_D3pp)} first filters of "
         f"{side} × {side} px\n{100 * float(shares_K.sum()):.0f} % of the variance, largest first; "
         "grey is 0, each to its own scale"
     )
-    figure.suptitle(f"{subject.name}\n{text}", fontsize=9, parse_math=False)
-    return figure
+    return sheet(f"{subject.name}\n{text}", rows, width=SIDE)
 
 
 # ---- positions ----------------------------------------------------------------------------------
@@ -109,8 +108,6 @@ def position_similarity(pos_LD: torch.Tensor, *, grid: tuple[int, int]) -> torch
 
 
 def draw_positions(subject: Visualized) -> Figure:
-    from matplotlib.figure import Figure
-
     rows, columns = subject.vit.grid
     network: Any = subject.model.network
     pos_1LD: torch.Tensor = network.pos_embed  # learned, or a fixed buffer
@@ -133,7 +130,12 @@ def draw_positions(subject: Visualized) -> Figure:
     tiles = F.pad(tiles, (0, gap, 0, gap), value=float("nan"))
     canvas = tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)[:-gap, :-gap]
 
-    figure = Figure(figsize=(6.6, 5.9), layout="constrained")
+    text = (
+        f"Position embeddings of {rows} × {columns} patches: similarity to all others"
+    )
+    if num_tiles < rows:
+        text += f"; {num_tiles} × {num_tiles} of them shown"
+    figure = titled_figure(f"{subject.name}\n{text}", size=(6.6, 5.9))
     axes = figure.add_subplot()
     image = axes.imshow(
         canvas.numpy(), vmin=-1, vmax=1, cmap="viridis", interpolation="nearest"
@@ -147,10 +149,4 @@ def draw_positions(subject: Visualized) -> Figure:
     axes.spines[:].set_visible(False)
     figure.colorbar(image, ax=axes, label="Cosine similarity", shrink=0.8)
 
-    text = (
-        f"Position embeddings of {rows} × {columns} patches: similarity to all others"
-    )
-    if num_tiles < rows:
-        text += f"; {num_tiles} × {num_tiles} of them shown"
-    figure.suptitle(f"{subject.name}\n{text}", fontsize=9, parse_math=False)
     return figure

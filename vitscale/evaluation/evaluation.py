@@ -187,11 +187,8 @@ class Subject:
     def write_table(self, name: str, rows: Iterable[Sequence[Any]]) -> None:
         """Write a CSV file, as `write`. Collective."""
         # The whole table in memory, so that the file is written in one piece.
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(
-            map(csv_cell, row) for row in rows
-        )
-        self.write(name, lambda path: write_text(path, text.getvalue()))
+        text = csv_text(rows)
+        self.write(name, lambda path: write_text(path, text))
 
     def outputs(
         self, index: SplitIndex, output: Output, *, samples: np.ndarray | None = None
@@ -206,27 +203,26 @@ class Subject:
         from vitscale.evaluation.samples import evaluation_batches
 
         model = self.model
+        world = model.world
         # Classification reports each head; the mean alone would hide a head that learns nothing.
         has_two_heads = output == "logits" and "heads" in model.known_outputs
         batches = evaluation_batches(
             index,
             settings=self.data,
             image_size=self.image_size,
-            rank=model.world.rank,
-            world_size=model.world.world_size,
             micro_batch=self.micro_batch,
-            pin_memory=model.world.device.type == "cuda",
+            world=world,
             samples=samples,
         )
         total = index.num_samples if samples is None else len(samples)
         progress = item_progress(
-            f"evaluate {index.split}", total=total, is_shown=model.world.is_first
+            f"evaluate {index.split}", total=total, is_shown=world.is_first
         )
         # Closed on errors too: exit would wait for workers that are left.
         with closing(batches), torch.no_grad(), progress as advance:
             for cpu_batch in batches:
                 assert cpu_batch.positions is not None
-                batch = cpu_batch.to(model.world.device)
+                batch = cpu_batch.to(world.device)
                 heads_2BC = None
                 if has_two_heads:
                     # The mean of both heads, as the model computes its logits itself.
@@ -242,7 +238,7 @@ class Subject:
                     samples_B=cpu_batch.positions,
                     heads_2BC=heads_2BC,
                 )
-                advance(self.micro_batch * model.world.world_size)
+                advance(self.micro_batch * world.world_size)
 
     @property
     def num_train(self) -> int:
@@ -280,7 +276,7 @@ class Subject:
             batches: Iterable[Outputs] = ()
             if len(numbers):
                 batches = self.outputs(part, output, samples=numbers)
-            for batch in _finite(batches, self):
+            for batch in _checked(batches, self, expected=len(numbers)):
                 is_real = batch.weights_B > 0
                 features = Features(
                     samples=batch.samples_B[is_real.cpu().numpy()] + offset,
@@ -293,6 +289,15 @@ class Subject:
         kept = Features.joined(rows)
         self.kept[split, output] = (np.union1d(computed, missing), kept)
         return kept.rows(np.isin(kept.samples, samples))
+
+
+def csv_text(rows: Iterable[Sequence[Any]]) -> str:
+    """The rows as CSV."""
+    text = io.StringIO()
+    # A spreadsheet would run the name of a class that looks like a formula.
+    safe = (map(csv_cell, row) for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(safe)
+    return text.getvalue()
 
 
 class Share(float):
@@ -432,28 +437,24 @@ def results(
 def _in_one_pass(
     evaluations: Sequence[PassEvaluation], subject: Subject
 ) -> list[dict[str, float]]:
-    import torch
-
-    from vitscale.distributed.world import sum_over_ranks
-
     for evaluation in evaluations:
         evaluation.start(subject)
-    samples = torch.zeros((), dtype=torch.float64, device=subject.model.world.device)
-    for outputs in _finite(subject.outputs(subject.val, "logits"), subject):
-        samples += outputs.weights_B.double().sum()
+    val = subject.val
+    batches = subject.outputs(val, "logits")
+    for outputs in _checked(batches, subject, expected=val.num_samples):
         for evaluation in evaluations:
             evaluation.add(outputs)
-
-    # A sample that is lost or counted twice would only move the digits of a metric.
-    counted = int(sum_over_ranks(samples))
-    expected = subject.val.num_samples
-    assert counted == expected, f"evaluated {counted} of {expected} samples"
     return [evaluation.finish() for evaluation in evaluations]
 
 
-def _finite(batches: Iterable[Outputs], subject: Subject) -> Iterator[Outputs]:
+def _checked(
+    batches: Iterable[Outputs], subject: Subject, *, expected: int
+) -> Iterator[Outputs]:
     """Pass batches on. After the last one raise NonFiniteOutputs, on every rank, if an image has an
-    output that is not finite. Collective."""
+    output that is not finite. Collective.
+
+    expected: how many images all ranks together have.
+    """
     import torch
 
     from vitscale.distributed.world import sum_over_ranks
@@ -468,6 +469,8 @@ def _finite(batches: Iterable[Outputs], subject: Subject) -> Iterator[Outputs]:
 
     # A rank that raised in the middle would leave the others in their next collective.
     num_bad, num_images = map(int, sum_over_ranks(counts).tolist())
+    # A sample that is lost or counted twice would only move the digits of a metric.
+    assert num_images == expected, f"evaluated {num_images} of {expected} samples"
     if num_bad:
         raise NonFiniteOutputs(
             f"outputs of the model are not finite (NaN or infinity): {num_bad:,} of "

@@ -21,6 +21,7 @@ from vitscale.data.samples import (
     unreadable_sample,
 )
 from vitscale.data.settings import DataSettings
+from vitscale.distributed.world import World
 from vitscale.images import crops
 
 
@@ -131,10 +132,8 @@ def evaluation_batches(
     *,
     settings: DataSettings,
     image_size: int,
-    rank: int,
-    world_size: int,
     micro_batch: int,
-    pin_memory: bool,
+    world: World,
     samples: np.ndarray | None = None,
 ) -> Generator[Batch, None, None]:
     """Every sample once over all ranks, in equally many batches per rank, as ZeRO-3 requires.
@@ -143,13 +142,13 @@ def evaluation_batches(
     The last batches are padded with samples of weight 0.
     """
     chosen = np.arange(index.num_samples) if samples is None else samples
-    stride = world_size * micro_batch
+    stride = world.world_size * micro_batch
 
     # Rounded up, so that every rank makes the same number of forward passes.
     num_batches = -(-len(chosen) // stride)
     places = np.arange(num_batches * stride).reshape(
-        num_batches, world_size, micro_batch
-    )[:, rank]
+        num_batches, world.world_size, micro_batch
+    )[:, world.rank]
     # Places beyond the end repeat the last sample, with weight 0.
     positions = chosen[np.minimum(places, len(chosen) - 1)]
 
@@ -159,7 +158,7 @@ def evaluation_batches(
         positions.tolist(),
         batch=micro_batch,
         settings=settings,
-        pin_memory=pin_memory,
+        pin_memory=world.device.type == "cuda",
     ) as batches:
         # Padding has weight 0 in every metric.
         is_sample = places < len(chosen)

@@ -6,13 +6,11 @@ import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from matplotlib.figure import Figure
 
 from vitscale.distributed.atomic_files import atomic_file
-
-if TYPE_CHECKING:
-    import torch
-    from matplotlib.figure import Figure
 
 DPI = 110
 # Of the small images of a sheet.
@@ -20,14 +18,12 @@ SHOWN_PX = 180
 # Inches of a line of a caption, and of the title.
 LINE = 0.16
 TITLE = 0.4
-Cell = tuple[str, bool, "torch.Tensor"]
-"""A caption, whether it is red, and a uint8 image [3, S, S]."""
+Cell = tuple[str, bool, torch.Tensor]
+"""A caption, whether it is red, and an image [3, S, S], uint8 or float 0..1."""
 
 
 def sheet(title: str, rows: Sequence[Sequence[Cell]], *, width: float) -> Figure:
     """Draw rows of images with captions. width: of an image, in inches."""
-    from matplotlib.figure import Figure
-
     # A row is as high as its images and its longest caption, so that there are no gaps.
     heights = [
         width + LINE * (1 + max(text.count("\n") for text, _, _ in cells))
@@ -36,10 +32,8 @@ def sheet(title: str, rows: Sequence[Sequence[Cell]], *, width: float) -> Figure
     # The longest row decides; others end with a gap.
     columns = max(map(len, rows), default=1)
     size = (columns * width, sum(heights) + TITLE)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = titled_figure(title, size=size)
     grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
-    # Names of classes come from folder names: never let matplotlib read them as mathematics.
-    figure.suptitle(title, fontsize=10, parse_math=False)
     for row, cells in enumerate(rows):
         for column, (text, is_red, image) in enumerate(cells):
             axes = figure.add_subplot(grid[row, column])
@@ -47,6 +41,14 @@ def sheet(title: str, rows: Sequence[Sequence[Cell]], *, width: float) -> Figure
             axes.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
             color = "#c0392b" if is_red else "black"
             axes.set_title(text, fontsize=8, color=color, parse_math=False, pad=3)
+    return figure
+
+
+def titled_figure(title: str, *, size: tuple[float, float]) -> Figure:
+    """An empty figure. size: width and height in inches."""
+    figure = Figure(figsize=size, layout="constrained")
+    # Names of classes come from folder names: never let matplotlib read them as mathematics.
+    figure.suptitle(title, fontsize=10, parse_math=False)
     return figure
 
 

@@ -99,13 +99,14 @@ class InferenceModel:
         return names
 
     def logits(self, images_B3SS: torch.Tensor) -> torch.Tensor:
-        """Images [B, 3, S, S] on the device, uint8 or float 0..255 -> fp32 [B, classes]."""
+        """Images [B, 3, S, S], uint8 or float 0..255 -> fp32 [B, classes]."""
         logits_BC: torch.Tensor = self.forward(images_B3SS, "logits").float()
         return logits_BC
 
     @torch.no_grad()
     def forward(self, images_B3SS: torch.Tensor, output: str) -> Any:
         """Return an output of the model, in its precision."""
+        images_B3SS = images_B3SS.to(self.world.device)
         pixels_B3SS = self._normalize(images_B3SS, dtype=self.dtype)
         return self.network(pixels_B3SS, output=output)
 

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.engine.subjects import WORLD
 from tests.support.range_server import served
 from tests.support.tables import every, refused
 from vitscale.config.errors import StorageError
@@ -335,10 +337,8 @@ def test_each_sample_is_evaluated_once_and_padding_has_no_weight(shards):
             index,
             settings=data,
             image_size=SIZE,
-            rank=rank,
-            world_size=2,
             micro_batch=3,
-            pin_memory=False,
+            world=replace(WORLD, rank=rank, world_size=2),
             samples=chosen,
         ):
             assert set(batch.weights.tolist()) <= {0.0, 1.0}

@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from matplotlib import colormaps
 from PIL import Image
 from sklearn.decomposition import PCA
 from timm.utils import AttentionExtract
@@ -75,8 +77,9 @@ def maps_of(
     """By layer and head."""
     maps = {}
 
-    def keep(layer: int, head: int, p_BTT: torch.Tensor) -> None:
-        maps[layer, head] = p_BTT
+    def keep(layer: int, heads: Iterator[torch.Tensor]) -> None:
+        for head, p_BTT in enumerate(heads):
+            maps[layer, head] = p_BTT
 
     read_attention(model, images, keep)
     return maps
@@ -351,11 +354,15 @@ def test_rollout_is_drawn_on_the_photograph_with_prediction_and_truth(
         assert lines[1].removeprefix("is: ") == title.replace("_", " ")
         assert panel.images[0].get_array().shape == (320, 320, 3)
 
-    # The heat lies on the same crop in grey, and the bar says what its colours mean.
-    grey, heat = (image.get_array() for image in axes[1].images)
-    assert grey.shape == (320, 320)
-    assert heat.shape == (320, 320)
-    assert heat.max() == pytest.approx(1.0, abs=0.05)
+    # Below them the heat lies on the same crop in grey, and the bar says what its colours mean.
+    (image,) = axes[2].images
+    heat = image.get_array()
+    assert heat.shape == (320, 320, 3)
+    grey = photographs[0].images[0].get_array().mean(axis=2, keepdims=True) / 255
+    colors = (heat - 0.45 * grey) / 0.55
+    # The largest weight is near the end of inferno, whose green alone grows with the weight.
+    assert colors[..., 1].max() == pytest.approx(colormaps["inferno"](1.0)[1], abs=0.1)
+    assert colors.min() > -1e-6
     assert "weight" in axes[-1].get_ylabel()
 
 

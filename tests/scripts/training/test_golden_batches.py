@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.engine.subjects import WORLD
 from tests.support.golden import Golden
 from tests.support.loader_runs import SEED, rank_batches_of
 from tests.support.runs import OTHER_SHARDS, SHARDS, TINY, make_shards
@@ -103,10 +104,8 @@ def test_evaluation(golden: Golden, name: str) -> None:
         index,
         settings=data,
         image_size=SIZE,
-        rank=0,
-        world_size=1,
         micro_batch=BATCH,
-        pin_memory=False,
+        world=WORLD,
     )
     entries = []
     for batch in batches:

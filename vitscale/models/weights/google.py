@@ -43,51 +43,47 @@ BIASES = Layout(2, torch.flatten, lambda x, heads: x.unflatten(0, (heads, -1)))
 OUT_OF_HEADS = Layout(
     3, lambda x: x.flatten(0, 1).T, lambda x, heads: x.T.unflatten(0, (heads, -1))
 )
-Row = tuple[str, str, Layout]
-"""(theirs, ours, layout)"""
+# Name of the kernel, and the layouts of kernel and bias.
+LAYERS = {
+    "dense": ("kernel", DENSE, VECTOR),
+    "conv": ("kernel", CONV, VECTOR),
+    "norm": ("scale", VECTOR, VECTOR),
+    "into_heads": ("kernel", INTO_HEADS, BIASES),
+    "out_of_heads": ("kernel", OUT_OF_HEADS, VECTOR),
+}
+# Theirs with big_vision's numbers of the modules, ours, and the kind of layer; {} is the number of
+# the block. MAPHead is the pooling head of big_vision, models/vit.py.
+NAMES = """\
+embedding patch_embed.proj conv
+Transformer/encoderblock_{}/LayerNorm_0 blocks.{}.norm1 norm
+Transformer/encoderblock_{}/MultiHeadDotProductAttention_0/query blocks.{}.attn.query into_heads
+Transformer/encoderblock_{}/MultiHeadDotProductAttention_0/key blocks.{}.attn.key into_heads
+Transformer/encoderblock_{}/MultiHeadDotProductAttention_0/value blocks.{}.attn.value into_heads
+Transformer/encoderblock_{}/MultiHeadDotProductAttention_0/out blocks.{}.attn.proj out_of_heads
+Transformer/encoderblock_{}/LayerNorm_1 blocks.{}.norm2 norm
+Transformer/encoderblock_{}/MlpBlock_0/Dense_0 blocks.{}.mlp.fc1 dense
+Transformer/encoderblock_{}/MlpBlock_0/Dense_1 blocks.{}.mlp.fc2 dense
+Transformer/encoder_norm norm norm
+pre_logits pre_logits dense
+MAPHead_0/MultiHeadDotProductAttention_0/query attn_pool.q into_heads
+MAPHead_0/MultiHeadDotProductAttention_0/key attn_pool.key into_heads
+MAPHead_0/MultiHeadDotProductAttention_0/value attn_pool.value into_heads
+MAPHead_0/MultiHeadDotProductAttention_0/out attn_pool.proj out_of_heads
+MAPHead_0/LayerNorm_0 attn_pool.norm norm
+MAPHead_0/MlpBlock_0/Dense_0 attn_pool.mlp.fc1 dense
+MAPHead_0/MlpBlock_0/Dense_1 attn_pool.mlp.fc2 dense
+head head dense"""
 
 
-def _layer(
-    theirs: str, ours: str, kernel: Layout = DENSE, bias: Layout = VECTOR
-) -> Iterator[Row]:
-    # Flax's norms have a scale and no kernel.
-    kernel_name = "scale" if kernel is VECTOR else "kernel"
-    yield f"{theirs}/{kernel_name}", f"{ours}.weight", kernel
-    yield f"{theirs}/bias", f"{ours}.bias", bias
-
-
-def _attention(theirs: str, ours: str, *, query: str = "query") -> Iterator[Row]:
-    theirs = f"{theirs}/MultiHeadDotProductAttention_0"
-    for part, name in (("query", query), ("key", "key"), ("value", "value")):
-        yield from _layer(f"{theirs}/{part}", f"{ours}.{name}", INTO_HEADS, BIASES)
-    yield from _layer(f"{theirs}/out", f"{ours}.proj", OUT_OF_HEADS)
-
-
-def _mlp(theirs: str, ours: str) -> Iterator[Row]:
-    for number in (0, 1):
-        dense = f"{theirs}/MlpBlock_0/Dense_{number}"
-        yield from _layer(dense, f"{ours}.mlp.fc{number + 1}")
-
-
-def _rows() -> Iterator[Row]:
-    """Yield the table with big_vision's numbers of the modules; {} is the number of the block."""
-    block = "Transformer/encoderblock_{}"
-    pool = "MAPHead_0"
+def _rows() -> Iterator[tuple[str, str, Layout]]:
+    """Yield (theirs, ours, layout) of each tensor."""
     yield "cls", "cls_token", SAME
     yield "pos_embedding", "pos_embed", SAME
-    yield from _layer("embedding", "patch_embed.proj", CONV)
-    yield from _layer(f"{block}/LayerNorm_0", "blocks.{}.norm1", VECTOR)
-    yield from _attention(block, "blocks.{}.attn")
-    yield from _layer(f"{block}/LayerNorm_1", "blocks.{}.norm2", VECTOR)
-    yield from _mlp(block, "blocks.{}")
-    yield from _layer("Transformer/encoder_norm", "norm", VECTOR)
-    yield from _layer("pre_logits", "pre_logits")
-    # The pooling head of big_vision, models/vit.py, `MAPHead`.
-    yield f"{pool}/probe", "attn_pool.latent", SAME
-    yield from _attention(pool, "attn_pool", query="q")
-    yield from _layer(f"{pool}/LayerNorm_0", "attn_pool.norm", VECTOR)
-    yield from _mlp(pool, "attn_pool")
-    yield from _layer("head", "head")
+    yield "MAPHead_0/probe", "attn_pool.latent", SAME
+    for theirs, ours, kind in map(str.split, NAMES.splitlines()):
+        kernel_name, kernel, bias = LAYERS[kind]
+        yield f"{theirs}/{kernel_name}", f"{ours}.weight", kernel
+        yield f"{theirs}/bias", f"{ours}.bias", bias
 
 
 READ = {theirs: (ours, layout) for theirs, ours, layout in _rows()}

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from timm.layers import to_2tuple
+
 from vitscale.config.errors import UserError
 from vitscale.models.weights.files import CONFIG, Weights, labels_in_order, read_folder
 from vitscale.models.weights.names import Tensors, joined, numbered
@@ -22,54 +24,63 @@ from vitscale.models.weights.pixels import (
     huggingface_pixels,
 )
 
-# (theirs, ours); {} is the number of a block. Names of tensors, or of modules with weight and bias.
-_SHARED = (
-    ("embeddings.cls_token", "cls_token"),
-    ("embeddings.position_embeddings", "pos_embed"),
-    ("embeddings.patch_embeddings.projection", "patch_embed.proj"),
-    ("layernorm", "norm"),
-    ("encoder.layer.{}.attention.attention.query", "blocks.{}.attn.query"),
-    ("encoder.layer.{}.attention.attention.key", "blocks.{}.attn.key"),
-    ("encoder.layer.{}.attention.attention.value", "blocks.{}.attn.value"),
-    ("encoder.layer.{}.attention.output.dense", "blocks.{}.attn.proj"),
-)
-_VIT = (
-    *_SHARED,
-    ("encoder.layer.{}.layernorm_before", "blocks.{}.norm1"),
-    ("encoder.layer.{}.layernorm_after", "blocks.{}.norm2"),
-    ("encoder.layer.{}.intermediate.dense", "blocks.{}.mlp.fc1"),
-    ("encoder.layer.{}.output.dense", "blocks.{}.mlp.fc2"),
-)
-GATED = (
-    ("encoder.layer.{}.mlp.weights_in", "blocks.{}.mlp.fc1"),
-    ("encoder.layer.{}.mlp.weights_out", "blocks.{}.mlp.fc2"),
-)
+Names = dict[str, str]
+
+
+def _names(text: str) -> Names:
+    """A table of theirs and ours. Names of tensors, or of modules with weight and bias.
+
+    {} is the number of a block.
+    """
+    return dict(line.split() for line in text.splitlines())
+
+
+_SHARED = _names("""\
+embeddings.cls_token cls_token
+embeddings.position_embeddings pos_embed
+embeddings.patch_embeddings.projection patch_embed.proj
+layernorm norm
+encoder.layer.{}.attention.attention.query blocks.{}.attn.query
+encoder.layer.{}.attention.attention.key blocks.{}.attn.key
+encoder.layer.{}.attention.attention.value blocks.{}.attn.value
+encoder.layer.{}.attention.output.dense blocks.{}.attn.proj""")
+_VIT = _SHARED | _names("""\
+encoder.layer.{}.layernorm_before blocks.{}.norm1
+encoder.layer.{}.layernorm_after blocks.{}.norm2
+encoder.layer.{}.intermediate.dense blocks.{}.mlp.fc1
+encoder.layer.{}.output.dense blocks.{}.mlp.fc2""")
+GATED = _names("""\
+encoder.layer.{}.mlp.weights_in blocks.{}.mlp.fc1
+encoder.layer.{}.mlp.weights_out blocks.{}.mlp.fc2""")
 _DINOV2 = (
-    *_SHARED,
-    ("encoder.layer.{}.norm1", "blocks.{}.norm1"),
-    ("encoder.layer.{}.norm2", "blocks.{}.norm2"),
-    ("encoder.layer.{}.layer_scale1.lambda1", "blocks.{}.ls1.gamma"),
-    ("encoder.layer.{}.layer_scale2.lambda1", "blocks.{}.ls2.gamma"),
-    *GATED,
-    ("encoder.layer.{}.mlp.fc1", "blocks.{}.mlp.fc1"),
-    ("encoder.layer.{}.mlp.fc2", "blocks.{}.mlp.fc2"),
+    _SHARED
+    | GATED
+    | _names("""\
+encoder.layer.{}.norm1 blocks.{}.norm1
+encoder.layer.{}.norm2 blocks.{}.norm2
+encoder.layer.{}.layer_scale1.lambda1 blocks.{}.ls1.gamma
+encoder.layer.{}.layer_scale2.lambda1 blocks.{}.ls2.gamma
+encoder.layer.{}.mlp.fc1 blocks.{}.mlp.fc1
+encoder.layer.{}.mlp.fc2 blocks.{}.mlp.fc2""")
 )
-_HEAD = (("classifier", "head"),)
+_HEAD = {"classifier": "head"}
+_DEIT_HEADS = _names("""\
+classifier head
+cls_classifier head
+distillation_classifier head_dist""")
 # model_type of config.json: (prefix of the trunk, names below it, names without the prefix).
-FAMILIES: dict[
-    str, tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
-] = {
+FAMILIES: dict[str, tuple[str, Names, Names]] = {
     "vit": ("vit.", _VIT, _HEAD),
-    "vit_mae": ("vit.", _VIT, ()),
+    "vit_mae": ("vit.", _VIT, {}),
     "deit": (
         "deit.",
-        (*_VIT, ("embeddings.distillation_token", "dist_token")),
-        (*_HEAD, ("cls_classifier", "head"), ("distillation_classifier", "head_dist")),
+        _VIT | {"embeddings.distillation_token": "dist_token"},
+        _DEIT_HEADS,
     ),
     "dinov2": ("dinov2.", _DINOV2, _HEAD),
     "dinov2_with_registers": (
         "dinov2_with_registers.",
-        (*_DINOV2, ("embeddings.register_tokens", "reg_token")),
+        _DINOV2 | {"embeddings.register_tokens": "reg_token"},
         _HEAD,
     ),
 }
@@ -77,13 +88,6 @@ FAMILIES: dict[
 # patches, the decoder of MAE.
 UNUSED = ("pooler.", "embeddings.mask_token", "decoder.")
 
-EPSILONS = {
-    "vit": 1e-12,
-    "vit_mae": 1e-12,
-    "deit": 1e-12,
-    "dinov2": 1e-6,
-    "dinov2_with_registers": 1e-6,
-}
 # transformers' names of activations; it computes `gelu_new` and `gelu_fast` with tanh.
 GELUS = {
     "gelu": "erf",
@@ -109,7 +113,7 @@ def from_huggingface(tensors: Tensors, model_type: str) -> tuple[Tensors, list[s
             left_out.append(name)
         else:
             used[bare] = tensor
-    return joined(renamed(used, dict((*below, *beside)))), left_out
+    return joined(renamed(used, below | beside)), left_out
 
 
 def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
@@ -147,8 +151,8 @@ def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
         preprocessing = assumed_pixels(model_type)
         assumed = tuple(preprocessing)
 
-    rows, columns = _pair(config.get("image_size", 224))
-    patch_rows, patch_columns = _pair(config.get("patch_size", 16))
+    rows, columns = to_2tuple(config.get("image_size", 224))
+    patch_rows, patch_columns = to_2tuple(config.get("patch_size", 16))
     origin = f"Hugging Face's {model_type}"
     size = preprocessing.get("image_size", max(rows, columns))
     if size != max(rows, columns):
@@ -179,19 +183,14 @@ def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
     )
 
 
-def _pair(size: Any) -> tuple[int, int]:
-    if isinstance(size, int):
-        return size, size
-    rows, columns = size
-    return int(rows), int(columns)
-
-
 def _known(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     # A key that config.json leaves out has transformers' own default.
-    epsilon = config.get("layer_norm_eps", EPSILONS[str(config["model_type"])])
+    epsilon = 1e-12
+    if str(config["model_type"]).startswith("dinov2"):
+        epsilon = 1e-6
     known: dict[str, Any] = {
         "num_heads": int(config["num_attention_heads"]),
-        "layer_norm_eps": float(epsilon),
+        "layer_norm_eps": float(config.get("layer_norm_eps", epsilon)),
     }
     if config.get("use_swiglu_ffn"):
         return known

@@ -28,20 +28,10 @@ MAX_PREFIX_ROWS = 2
 POSITIONS = "pos_embed"
 PATCH = "patch_embed.proj.weight"
 CLASS = "cls_token"
-# Width -> heads. The papers' sizes (ViT, DeiT, Zhai et al. 2022 (g, G), SigLIP's So400m, DINOv2's
-# g); other widths have heads of 64 channels, as most of these.
-ATTENTION_HEADS = {
-    192: 3,
-    384: 6,
-    768: 12,
-    1024: 16,
-    1152: 16,
-    1280: 16,
-    1408: 16,
-    1536: 24,
-    1664: 16,
-}
+# Most of the papers' models have heads of 64 channels; SigLIP's So400m, H, g (Zhai et al. 2022,
+# DINOv2) and G have 16 heads at these widths.
 HEAD_WIDTH = 64
+WIDTHS_OF_16_HEADS = (1152, 1280, 1408, 1664)
 
 
 def inferred_model(
@@ -78,13 +68,15 @@ def inferred_model(
     # Tensors have the same shape whatever the number of heads.
     if "num_heads" not in values and "preset" not in values and not is_timm:
         width = int(values["width"])
-        if width not in ATTENTION_HEADS and width % HEAD_WIDTH:
+        if width % HEAD_WIDTH:
             raise UserError(
                 f"the number of attention heads at width {width} cannot be inferred",
                 where=source.where,
                 next_step="set model.num_heads",
             )
-        values["num_heads"] = ATTENTION_HEADS.get(width, width // HEAD_WIDTH)
+        values["num_heads"] = width // HEAD_WIDTH
+        if width in WIDTHS_OF_16_HEADS:
+            values["num_heads"] = 16
     if values.get("distillation_token"):
         values.pop("class_position", None)
 
