@@ -298,7 +298,7 @@ def _problems(data: DataSettings) -> Iterator[tuple[str, str]]:
         exclude={"three_augment", "erasing"}, exclude_defaults=True
     )
     if augment.three_augment and rest:
-        what = f"replaces {', '.join(rest)}; remove one of the two"
+        what = f"goes with erasing alone; remove it, or {', '.join(rest)}"
         yield "augment.three_augment", what
     policy = augment.randaugment
     if policy is not None and policy.policy == "augreg":

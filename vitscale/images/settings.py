@@ -41,14 +41,14 @@ class JitterSettings(Occasional):
     """Random changes of colour, in random order, as torchvision's ColorJitter; null: none."""
 
     brightness: Fraction
-    """A factor is drawn from 1 - this to 1 + this. SimCLR 0.8; DINO, DINOv2, iBOT 0.4."""
+    """Its factor is drawn from 1 - this to 1 + this. SimCLR 0.8; DINO, DINOv2, iBOT 0.4."""
     contrast: Fraction
-    """Likewise. SimCLR 0.8; DINO, DINOv2, iBOT 0.4."""
+    """Its factor is drawn from 1 - this to 1 + this. SimCLR 0.8; DINO, DINOv2, iBOT 0.4."""
     saturation: Fraction
-    """Likewise. SimCLR 0.8; DINO, DINOv2, iBOT 0.2."""
+    """Its factor is drawn from 1 - this to 1 + this. SimCLR 0.8; DINO, DINOv2, iBOT 0.2."""
     hue: float = Field(ge=0, le=0.5)
-    """Turned by at most this share of the colour circle, either way. SimCLR 0.2; DINO, DINOv2, iBOT
-    0.1."""
+    """It is turned by at most this share of the colour circle, either way. SimCLR 0.2; DINO,
+    DINOv2, iBOT 0.1."""
 
 
 class BlurSettings(Occasional):
@@ -73,8 +73,8 @@ class AugmentSettings(Section):
     """DeiT III: grayscale, solarize or blur, then a colour jitter of 0.3."""
     jitter: JitterSettings | None = None
     grayscale: Occasional | None = None
-    """The same grey in all three channels; null: none."""
+    """The same grey in all three channels; null: in no image."""
     blur: BlurSettings | None = None
     solarize: Occasional | None = None
-    """Levels from 128 on are inverted; null: none."""
+    """Levels from 128 on are inverted; null: in no image."""
     erasing: ErasingSettings | None = None
