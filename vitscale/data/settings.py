@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from vitscale.config.errors import UserError
 from vitscale.config.section import Items, Pair, Problems, Section, Triple
 from vitscale.data.remote import Url, location_of
-from vitscale.images.settings import AugmentSettings
+from vitscale.images.settings import AugmentSettings, Fraction
 
 # These choose nothing of tars without an index; data_prep/index_shards.py makes one.
 NEEDS_INDEX = """
@@ -68,7 +68,7 @@ class ViewSettings(Section):
     """Crops of each image, drawn one by one."""
     image_size: int | None = Field(default=None, gt=0, le=4096)
     """Pixels a side; null: the model's."""
-    crop_area: Pair | None = None
+    crop_area: tuple[Fraction, Fraction] | None = Field(default=None, strict=False)
     """Range of the area share of the crop."""
     augment: AugmentSettings | None = None
     """Applied after crop and flip."""
@@ -131,7 +131,7 @@ class DataSettings(Section):
     random height and aspect, as TensorFlow draws them for ViT and AugReg; smaller on average.
     plain: resize the short side to the image size, pad by 4 px of reflection, crop; DeiT-III on
     21k. squash: resize the whole image to the image size, crop `crop_share` of its sides; BiT."""
-    crop_area: Pair = (0.05, 1.0)
+    crop_area: tuple[Fraction, Fraction] = Field(default=(0.05, 1.0), strict=False)
     """Range of the area share of the crop; 0.05 to 1 in the ViT paper's code."""
     crop_aspect: Pair = (3 / 4, 4 / 3)
     """Least and largest ratio of the random crop's sides."""
@@ -209,6 +209,20 @@ class DataSettings(Section):
 
 def data_problems(data: DataSettings) -> Problems:
     """Settings that are not allowed, exclude each other or have no effect."""
+    common = [*_problems(data)]
+    for key, what in common:
+        yield f"data.{key}", what
+
+    # What a view does not set is that of `data`, whose problems are told once.
+    for number, view in enumerate(data.views):
+        for problem in _problems(data.of_view(view)):
+            if problem not in common:
+                key, what = problem
+                yield f"data.views.{number}.{key}", what
+
+
+def _problems(data: DataSettings) -> Iterator[tuple[str, str]]:
+    """The problems of all keys, which begin below `data`."""
     for key, path in [
         ("path", data.path),
         *(("mixture", part.path) for part in data.mixture),
@@ -216,16 +230,16 @@ def data_problems(data: DataSettings) -> Problems:
         try:
             is_remote = isinstance(location_of(path), Url)
         except UserError as error:
-            yield f"data.{key}", error.what
+            yield key, error.what
             continue
         if is_remote and data.is_streamed:
             yield (
-                "data.path",
+                "path",
                 "needs an index (data.reader=index), or a local copy of the tars",
             )
         elif is_remote and data.remote.cache_path is None:
             what = f"missing; {path} is fetched to a folder on a local disk"
-            yield "data.remote.cache_path", what
+            yield "remote.cache_path", what
 
     if not data.is_streamed:
         yield from _unused(data, "webdataset", by="data.reader=index")
@@ -235,12 +249,12 @@ def data_problems(data: DataSettings) -> Problems:
         )
         if data.val_split is not None:
             yield (
-                "data.val_split",
+                "val_split",
                 "needs an index (data.reader=index); or set it to null",
             )
         if data.webdataset.num_samples is None:
             yield (
-                "data.webdataset.num_samples",
+                "webdataset.num_samples",
                 "missing; data.reader=webdataset needs it",
             )
 
@@ -253,29 +267,39 @@ def data_problems(data: DataSettings) -> Problems:
     if data.eval_interpolation == "area":
         yield from _unused(data, "eval_antialias", by="data.eval_interpolation=area")
 
+    augment = data.augment
+    ranges = {"crop_area": data.crop_area, "crop_aspect": data.crop_aspect}
+    if augment.blur is not None:
+        ranges["augment.blur.sigma"] = augment.blur.sigma
+    for key, (low, high) in ranges.items():
+        if not 0 < low <= high:
+            yield key, f"({low}, {high}) is not an increasing pair above 0"
+
     views = [view.name for view in data.views]
     if len(views) > len(set(views)):
-        yield "data.views", f"two views have one name: {', '.join(views)}; rename one"
+        yield "views", f"two views have one name: {', '.join(views)}; rename one"
 
     mixing = data.mixing
-    policy = data.augment.randaugment
     if mixing is not None and not (mixing.mixup_alpha or mixing.cutmix_alpha):
         yield (
-            "data.mixing",
+            "mixing",
             "mixes nothing; set mixup_alpha or cutmix_alpha, or set it to null",
         )
-    if policy is not None and data.augment.three_augment:
-        yield (
-            "data.augment.three_augment",
-            "replaces RandAugment; remove one of the two",
-        )
+
+    rest = augment.model_dump(
+        exclude={"three_augment", "erasing"}, exclude_defaults=True
+    )
+    if augment.three_augment and rest:
+        what = f"goes with erasing alone; remove it, or {', '.join(rest)}"
+        yield "augment.three_augment", what
+    policy = augment.randaugment
     if policy is not None and policy.policy == "augreg":
         names = ("magnitude_std", "fill", "interpolation")
         keys = [f"augment.randaugment.{name}" for name in names]
-        yield from _unused(data, *keys, by="data.augment.randaugment.policy=augreg")
+        yield from _unused(data, *keys, by="policy=augreg")
     elif policy is not None and policy.magnitude > 10:
         what = f"{policy.magnitude}: policy timm allows at most 10"
-        yield "data.augment.randaugment.magnitude", what
+        yield "augment.randaugment.magnitude", what
 
 
 def _unused(data: DataSettings, *keys: str, by: str) -> Problems:
@@ -284,7 +308,4 @@ def _unused(data: DataSettings, *keys: str, by: str) -> Problems:
         *groups, name = key.split(".")
         section: Section = reduce(getattr, groups, data)
         if getattr(section, name) != type(section).model_fields[name].default:
-            yield (
-                f"data.{key}",
-                f"has no effect with {by}; remove it, or set its default",
-            )
+            yield key, f"has no effect with {by}; remove it, or set its default"

@@ -1,7 +1,7 @@
 """Augment one image after crop and flip: a pure function of image, settings and random counter.
 
-Order: RandAugment or 3-Augment, erasing. Without settings the image is returned unchanged. Images
-are uint8 [3, H, W]; inputs are never modified.
+Order: RandAugment or 3-Augment; jitter, grayscale, blur, solarize; erasing. Without settings the
+image is returned unchanged. Images are uint8 [3, H, W]; inputs are never modified.
 
 There are two RandAugments. `augreg` is that of Steiner et al. 2021 (big_vision's
 `pp/autoaugment.py`, from the TPU EfficientNet code): 16 operations, always applied, nearest
@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,13 +26,15 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from vitscale.distributed.random_numbers import CounterRandom, splitmix
 from vitscale.images.settings import (
     AugmentSettings,
+    BlurSettings,
     ErasingSettings,
+    JitterSettings,
     RandAugmentSettings,
 )
 
 Picture = Image.Image
-Operation = Callable[[Picture, float, CounterRandom], Picture]
-"""(RGB picture, magnitude, random) -> another picture. Pillow computes what it has."""
+Operation = Callable[[Picture, Any, CounterRandom], Picture]
+"""(RGB picture, magnitude or settings, random) -> another picture. Pillow computes what it has."""
 Enhancer = Callable[[Picture], ImageEnhance._Enhance]
 RGB = tuple[float, float, float]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
@@ -42,11 +44,9 @@ Matrix = tuple[float, float, float, float, float, float]
 GRAY = (128, 128, 128)
 ERASING_ATTEMPTS = 10
 TIMM_PROBABILITY = 0.5
-JITTER = 0.3  # the default of DeiT's `--ThreeAugment`
-JITTERED: tuple[Enhancer, ...] = (
-    ImageEnhance.Brightness,
-    ImageEnhance.Contrast,
-    ImageEnhance.Color,
+# The default of DeiT's `--ThreeAugment`.
+THREE_JITTER = JitterSettings(
+    brightness=0.3, contrast=0.3, saturation=0.3, hue=0.0, probability=1.0
 )
 # Least and largest share of the image's area, and ratio of its sides: timm's defaults.
 ERASED_AREA = (0.02, 1 / 3)
@@ -65,41 +65,50 @@ def augment(
     mean, std: of the run's normalisation; erasing and RandAugment fill with them.
     """
     # Pillow has pixels side by side: they are moved once for all operations.
-    if settings.randaugment is not None or settings.three_augment:
-        picture = _to_picture(image)
+    if settings != AugmentSettings(erasing=settings.erasing):
+        picture = _to_picture(image.numpy())
         if settings.randaugment is not None:
             picture = rand_augment(picture, settings.randaugment, random, mean)
         if settings.three_augment:
             picture = three_augment(picture, random)
-        image = _to_tensor(picture)
+
+        for name, operation in OCCASIONAL.items():
+            chosen = getattr(settings, name)
+            if chosen is not None and random.uniform() < chosen.probability:
+                picture = operation(picture, chosen, random)
+        image = torch.from_numpy(_planes(picture))
 
     if settings.erasing is not None:
         image = erase(image, settings.erasing, random, mean, std)
     return image
 
 
-def _to_picture(image_3HW: torch.Tensor) -> Picture:
-    _, height, width = image_3HW.shape
-    planes = [
-        Image.frombuffer("L", (width, height), plane_HW, "raw", "L", 0, 1)
-        for plane_HW in image_3HW.contiguous().numpy()
-    ]
-    return Image.merge("RGB", planes)
+def _to_picture(pixels_3HW: np.ndarray) -> Picture:
+    return Image.merge("RGB", [Image.fromarray(plane_HW) for plane_HW in pixels_3HW])
 
 
-def _to_tensor(picture: Picture) -> torch.Tensor:
-    planes = [np.asarray(plane) for plane in picture.split()]
-    return torch.from_numpy(np.stack(planes))
+def _planes(picture: Picture) -> np.ndarray:
+    """uint8 [3, H, W]"""
+    return np.stack([np.asarray(plane) for plane in picture.split()])
 
 
 def rand_augment(
     picture: Picture, settings: RandAugmentSettings, random: CounterRandom, mean: RGB
 ) -> Picture:
     """Apply `num_ops` operations, drawn with replacement. Source: Cubuk et al. 2019, and above."""
-    operations = _operations(settings, mean)
+    operations = list(POLICIES[settings.policy].items())
+
+    # What the settings change of rotation, shear and translation.
+    changes: dict[str, object] = {}
+    if settings.fill == "mean":
+        changes["fill"] = _mean_colour(mean)
+    if settings.interpolation != "random":
+        changes["interpolation"] = settings.interpolation
 
     for _ in range(settings.num_ops):
-        operation = operations[_below(len(operations), random)]
+        name, operation = operations[_below(len(operations), random)]
+        if name in TIMM_GEOMETRIC:
+            operation = partial(operation, **changes)
         if settings.policy == "augreg":
             picture = operation(picture, settings.magnitude, random)
         elif random.uniform() < TIMM_PROBABILITY:
@@ -110,41 +119,94 @@ def rand_augment(
     return picture
 
 
-def _operations(settings: RandAugmentSettings, mean: RGB) -> list[Operation]:
-    operations = dict(POLICIES[settings.policy])
-    changes: dict[str, object] = {}
-    if settings.fill == "mean":
-        changes["fill"] = _mean_colour(mean)
-    if settings.interpolation != "random":
-        changes["interpolation"] = settings.interpolation
-    for name in TIMM_GEOMETRIC:
-        operations[name] = partial(operations[name], **changes)
-    return list(operations.values())
-
-
 def three_augment(picture: Picture, random: CounterRandom) -> Picture:
     """Grayscale, solarize or blur; then colour jitter. Source: DeiT's `augment.py` (DeiT III).
 
-    Touvron et al. 2022, sec. 3.2. Jitter in random order, as torchvision's `ColorJitter` on Pillow
-    images.
+    Touvron et al. 2022, sec. 3.2.
     """
     chosen = _below(3, random)
     if chosen == 0:
         picture = picture.convert("L").convert("RGB")
     elif chosen == 1:
-        picture = ImageOps.solarize(picture, threshold=128)
+        picture = ImageOps.solarize(picture, 128)
     else:
         # Pillow computes it as three box filters.
         picture = picture.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))
+    return jitter(picture, THREE_JITTER, random)
 
-    steps = [
-        (enhancer, random.uniform(1 - JITTER, 1 + JITTER)) for enhancer in JITTERED
-    ]
+
+def jitter(
+    picture: Picture, settings: JitterSettings, random: CounterRandom
+) -> Picture:
+    """Change each colour property by a random factor, in random order.
+
+    Source: torchvision's `ColorJitter`, on Pillow images where Pillow has the operation.
+    """
+    steps = []
+    for name, adjust in ADJUSTMENTS.items():
+        strength = getattr(settings, name)
+        if strength > 0:
+            factor = random.uniform(1 - strength, 1 + strength)
+            steps.append((adjust, factor))
+
     while steps:
         # Each round applies one of the steps that are left, which gives a random order.
-        enhancer, factor = steps.pop(_below(len(steps), random))
-        picture = enhancer(picture).enhance(factor)
+        adjust, factor = steps.pop(_below(len(steps), random))
+        picture = adjust(picture, factor, random)
     return picture
+
+
+def turn_hue(picture: Picture, factor: float, _: CounterRandom) -> Picture:
+    """Turn the hue by `factor` - 1 of the colour circle.
+
+    Equal to torchvision's `adjust_hue` on tensors, within a level, in a third of its time. Its
+    version for Pillow images takes hues in steps of 1.4 degrees, and so is up to 18 levels off.
+    """
+    pixels_3HW = _planes(picture).astype(np.float32)
+    red, green, blue = pixels_3HW
+    high = pixels_3HW.max(0)
+    chroma = high - pixels_3HW.min(0)
+
+    # Hue in sixths of the circle: red is at 0, green at 2, blue at 4. Grey has no chroma, so that
+    # any hue will do.
+    hue = np.where(green == high, blue - red + 2 * chroma, red - green + 4 * chroma)
+    hue = np.where(red == high, green - blue, hue)
+    hue = hue / np.maximum(chroma, 1) + 6 * (factor - 1)
+
+    for channel in range(3):
+        # A channel is at its highest within one sixth of its colour, at its lowest beyond two.
+        away = hue - 2 * channel
+        away = np.abs(away - 6 * np.rint(away / 6))
+        pixels_3HW[channel] = np.rint(high - chroma * np.clip(away - 1, 0, 1))
+    return _to_picture(pixels_3HW.astype(np.uint8))
+
+
+def blur(picture: Picture, settings: BlurSettings, random: CounterRandom) -> Picture:
+    """Convolve with a Gaussian of 9 x 9 pixels; the picture is mirrored beyond its border.
+
+    Equal to torchvision's `gaussian_blur`, within a level, in half of its time: columns and rows
+    are blurred one after the other.
+    """
+    distance = torch.arange(-4, 5) / random.uniform(*settings.sigma)
+    weights = torch.softmax(-0.5 * distance**2, dim=0)
+    padded = np.pad(_planes(picture), ((0, 0), (4, 4), (4, 4)), "reflect")
+    levels = torch.from_numpy(padded).float()
+
+    for axis, length in enumerate(reversed(picture.size), start=1):
+        blurred = torch.zeros_like(levels.narrow(axis, 0, length))
+        for start, weight in enumerate(weights.tolist()):
+            blurred.add_(levels.narrow(axis, start, length), alpha=weight)
+        levels = blurred
+    return _to_picture(levels.round().byte().numpy())
+
+
+OCCASIONAL: dict[str, Operation] = {
+    "jitter": jitter,
+    "grayscale": lambda picture, _, random: picture.convert("L").convert("RGB"),
+    "blur": blur,
+    "solarize": lambda picture, _, random: ImageOps.solarize(picture, 128),
+}
+"""Operations by the names of their settings, in their order."""
 
 
 # ---- erasing ----------------------------------------------------------------------------------
@@ -244,14 +306,6 @@ def _augreg_contrast(picture: Picture, m: float, random: CounterRandom) -> Pictu
     return Image.blend(flat, picture, _enhance(m, random))
 
 
-def _augreg_solarize(picture: Picture, m: float, _: CounterRandom) -> Picture:
-    """The threshold wraps to uint8: 256 and 512 (magnitudes 10 and 20) become 0.
-
-    Checked on 2026-11-21 with TensorFlow 2.12 and numpy 1.23; later numpy raises an error.
-    """
-    return ImageOps.solarize(picture, threshold=int(m / 10 * 256) % 256)
-
-
 def _solarize_add(picture: Picture, m: float, _: CounterRandom) -> Picture:
     """Brighten values below 128."""
     addition = int(m / 10 * 110)
@@ -289,9 +343,9 @@ def _enhance_away(m: float, random: CounterRandom) -> float:
 
 def _enhanced(
     enhancer: Enhancer,
-    factor: Callable[[float, CounterRandom], float],
+    factor: Callable[[float, CounterRandom], float] = lambda m, random: m,
 ) -> Operation:
-    """An operation whose factor is a function of the magnitude."""
+    """An operation whose factor is a function of the magnitude, or the magnitude itself."""
     return lambda picture, m, random: enhancer(picture).enhance(factor(m, random))
 
 
@@ -334,20 +388,6 @@ def _rotation(degrees: float, height: int, width: int) -> Matrix:
     return (cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y)
 
 
-def _augreg_translate(
-    picture: Picture, m: float, random: CounterRandom, *, along_x: bool
-) -> Picture:
-    """Translate by up to 100 whole pixels (200 at magnitude 20), for any image size."""
-    # Halves are rounded up, for both signs.
-    pixels = math.floor(_either_sign(m / 10 * 100, random) + 0.5)
-    corner = (0, -pixels)
-    if along_x:
-        corner = (-pixels, 0)
-    moved = Image.new("RGB", picture.size, GRAY)
-    moved.paste(picture, corner)
-    return moved
-
-
 _nearest = partial(_affine, interpolation="nearest")
 AUGREG: dict[str, Operation] = {
     "auto_contrast": lambda picture, m, random: ImageOps.autocontrast(picture),
@@ -358,7 +398,11 @@ AUGREG: dict[str, Operation] = {
     "posterize": lambda picture, m, random: _posterize(
         picture, bits=max(1, int(m / 10 * 4))
     ),
-    "solarize": _augreg_solarize,
+    # The threshold wraps to uint8: 256 and 512 (magnitudes 10 and 20) become 0. Checked on
+    # 2026-11-21 with TensorFlow 2.12 and numpy 1.23; later numpy raises an error.
+    "solarize": lambda picture, m, random: ImageOps.solarize(
+        picture, int(m / 10 * 256) % 256
+    ),
     "color": _enhanced(ImageEnhance.Color, _enhance),
     "contrast": _augreg_contrast,
     "brightness": _enhanced(ImageEnhance.Brightness, _enhance),
@@ -370,8 +414,13 @@ AUGREG: dict[str, Operation] = {
     "shear_y": partial(
         _nearest, matrix=lambda s, h, w: (1, 0, 0, s, 1, -s / 2), most=0.3
     ),
-    "translate_x": partial(_augreg_translate, along_x=True),
-    "translate_y": partial(_augreg_translate, along_x=False),
+    # By whole pixels, whatever the image's size; halves are rounded up, for both signs.
+    "translate_x": partial(
+        _nearest, matrix=lambda t, h, w: (1, 0, math.floor(t + 0.5), 0, 1, 0), most=100
+    ),
+    "translate_y": partial(
+        _nearest, matrix=lambda t, h, w: (1, 0, 0, 0, 1, math.floor(t + 0.5)), most=100
+    ),
     "cutout": _augreg_cutout,
     "solarize_add": _solarize_add,
 }
@@ -404,5 +453,13 @@ TIMM: dict[str, Operation] = {
 }
 """Ranges: `_RAND_INCREASING_TRANSFORMS` and `LEVEL_TO_ARG` of timm 1.0."""
 TIMM_GEOMETRIC = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
+
+ADJUSTMENTS: dict[str, Operation] = {
+    "brightness": _enhanced(ImageEnhance.Brightness),
+    "contrast": _enhanced(ImageEnhance.Contrast),
+    "saturation": _enhanced(ImageEnhance.Color),
+    "hue": turn_hue,
+}
+"""What `jitter` changes by a factor, by the names of its settings."""
 
 POLICIES = {"augreg": AUGREG, "timm": TIMM}

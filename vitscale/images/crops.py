@@ -215,18 +215,18 @@ def squash_crop_box(
 
 
 def reflected(image_3RC: torch.Tensor, *, right: int, down: int) -> torch.Tensor:
-    """Shift the view by `right` and `down` pixels; the image is mirrored beyond its border.
+    """Shift the view by `right` and `down` pixels, at most PLAIN_CROP_PADDING either way; the image
+    is mirrored beyond its border.
 
     Border pixels are not repeated, as in numpy's and Pillow's "reflect".
     """
 
-    def sources(length: int, shift: int) -> torch.Tensor:
-        last = length - 1
-        # Two reflections: at the first pixel by the inner absolute value, at the last by the outer.
-        return last - (last - (torch.arange(length) + shift).abs()).abs()
-
+    border = (PLAIN_CROP_PADDING, PLAIN_CROP_PADDING)
+    padded = np.pad(image_3RC, ((0, 0), border, border), "reflect")
     _, rows, columns = image_3RC.shape
-    return image_3RC[:, sources(rows, down)][:, :, sources(columns, right)]
+    top = PLAIN_CROP_PADDING + down
+    left = PLAIN_CROP_PADDING + right
+    return torch.from_numpy(padded[:, top : top + rows, left : left + columns])
 
 
 Plan = tuple[CropBox, tuple[int, int], tuple[int, int]]

@@ -107,15 +107,6 @@ class TrainingRun(Run):
             what = f"exceeds the peak optim.lr {self.optim.lr}"
             yield ("schedule.final_lr", f"{schedule.final_lr} {what}")
 
-        ranges = [("crop_area", data.crop_area), ("crop_aspect", data.crop_aspect)]
-        ranges += [("views", data.of_view(view).crop_area) for view in data.views]
-        for key, (low, high) in ranges:
-            bound = "" if key == "crop_aspect" else ", at most 1"
-            if not 0 < low <= high or (bound and high > 1):
-                yield (
-                    f"data.{key}",
-                    f"({low}, {high}) is not an increasing pair above 0{bound}",
-                )
         if data.mixture and sum(part.share for part in data.mixture) > 0.999:
             yield (
                 "data.mixture",

@@ -128,3 +128,26 @@ def test_a_view_may_turn_augmentation_off(shards):
     for one, other in zip(mixed, without, strict=True):
         assert torch.equal(one.views["local"], other.views["local"])
         assert not torch.equal(one.views["global"], other.views["global"])
+
+
+def test_each_view_has_the_augmentation_that_it_names(shards):
+    """DINOv2's two global views differ in nothing else. One that names none has that of `data`."""
+    grey = {"name": "grey", "augment": {"grayscale": {"probability": 1.0}}}
+    inverted = {"name": "inverted", "augment": {"solarize": {"probability": 1.0}}}
+    views = (grey, inverted, {"name": "other"})
+    mixed = batches(settings_of(shards, views=views, augment=ERASED))
+    plain = [view | {"augment": {}} for view in views]
+    without = batches(settings_of(shards, views=plain))
+
+    for one, other in zip(mixed, without, strict=True):
+        channels = one.views["grey"]
+        assert torch.equal(channels, channels.flip(2))
+        assert not torch.equal(channels, other.views["grey"])
+
+        before = other.views["inverted"]
+        expected = torch.where(before < 128, before, 255 - before)
+        assert torch.equal(one.views["inverted"], expected)
+
+        # A box of the mean colour, half of 255, and all else as before.
+        differs = one.views["other"] != other.views["other"]
+        assert one.views["other"][differs].unique() == 128

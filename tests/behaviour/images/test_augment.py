@@ -1,4 +1,8 @@
-"""Augmentation as a whole, erasing, and each recipe's operations as timm, DeiT and big_vision."""
+"""Augmentation as a whole, erasing, and each recipe's operations as timm, DeiT, big_vision and
+torchvision."""
+
+from collections import Counter
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -8,10 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from timm.data import auto_augment as timm_augment
+from torchvision.transforms.v2 import functional as torchvision
 
-from tests.support.tables import every
+from tests.support.tables import every, rows
 from vitscale.distributed.random_numbers import CounterRandom
-from vitscale.images.augment import AUGREG, TIMM, augment, rand_augment, three_augment
+from vitscale.images.augment import (
+    ADJUSTMENTS,
+    AUGREG,
+    OCCASIONAL,
+    TIMM,
+    augment,
+    rand_augment,
+    three_augment,
+)
 from vitscale.images.settings import (
     AugmentSettings,
     ErasingSettings,
@@ -32,6 +45,11 @@ augreg: {randaugment: {num_ops: 2, magnitude: 15}}
 augreg 20: {randaugment: {num_ops: 5, magnitude: 20}}
 three: {three_augment: true}
 erasing: {erasing: {probability: 1, mode: rand}}
+dino:
+  jitter: {probability: 0.8, brightness: 0.4, contrast: 0.4, saturation: 0.2, hue: 0.1}
+  grayscale: {probability: 0.2}
+  blur: {probability: 0.5}
+  solarize: {probability: 0.2}
 """)
 
 
@@ -211,6 +229,97 @@ def test_fill_and_resampling_are_those_of_timms_training(name, sign, monkeypatch
     assert uncovered.float().mean() > 0.05
 
 
+# ---- operations on some of the images ------------------------------------------------------------
+
+NO_JITTER = dict.fromkeys(ADJUSTMENTS, 0.0)
+
+
+def occasional(name: str, probability: float, values: dict) -> AugmentSettings:
+    """One operation alone. values: its other settings; strengths that are not given are 0."""
+    section = {"probability": probability, **values}
+    if name == "jitter":
+        section = NO_JITTER | section
+    return AugmentSettings.model_validate({name: section})
+
+
+# The range of what torchvision's function gets last, and how many levels its result on Pillow
+# images may be away. There hue and saturation are whole numbers up to 255, cut off, not rounded.
+@rows("""
+- [name, values, function, arguments, low, high, off_pillow]
+- [jitter, {brightness: 0.8}, adjust_brightness, [], 0.2, 1.8, 0]
+- [jitter, {contrast: 0.8}, adjust_contrast, [], 0.2, 1.8, 0]
+- [jitter, {saturation: 1.0}, adjust_saturation, [], 0, 2, 0]
+- [jitter, {hue: 0.5}, adjust_hue, [], -0.5, 0.5, 18]
+- [grayscale, {}, rgb_to_grayscale, [], 3, 3, 0]
+- [blur, {}, gaussian_blur, [9], 0.1, 2, 1]
+- [blur, {sigma: [1.5, 3.5]}, gaussian_blur, [9], 1.5, 3.5, 1]
+- [solarize, {}, solarize, [], 128, 128, 0]
+""")
+def test_operations_equal_torchvision(
+    name, values, function, arguments, low, high, off_pillow
+):
+    """On tensors within a level, which is the bound for hue and blur; the others are Pillow's."""
+    reference = getattr(torchvision, function)
+    chosen = occasional(name, 1.0, values)
+    for image, share in product(IMAGES, (0.0, 0.07, 0.3, 0.5, 0.999)):
+        # torchvision does not mirror pictures that are smaller than half of the kernel.
+        if name != "blur" or min(image.shape) > 2:
+            last = low + (high - low) * share
+            own = augment(image, chosen, Scripted(0.9, share, 0.0), MEAN, STD)
+            expected = reference(image, *arguments, last)
+            assert (own.int() - expected.int()).abs().max() <= 1
+            pillow = reference(to_pil(image), *arguments, last)
+            assert off_by(own, pillow) <= off_pillow
+
+
+# Values that change each image which they are applied to.
+@rows("""
+- [name, values, probability]
+- [jitter, {brightness: 0.4}, 0.8]
+- [jitter, {hue: 0.5}, 0.05]
+- [grayscale, {}, 0.2]
+- [blur, {sigma: [1, 2]}, 0.1]
+- [blur, {sigma: [1, 2]}, 0.9]
+- [solarize, {}, 0.2]
+""")
+def test_operations_are_as_frequent_as_their_probability(name, values, probability):
+    chosen = occasional(name, probability, values)
+    image = NOISE[:, :8, :8]
+    num_changed = 0
+    for key in range(2000):
+        num_changed += not torch.equal(run(image, chosen, key << 20), image)
+
+    # Five standard deviations of a count.
+    expected = 2000 * probability
+    assert abs(num_changed - expected) < 5 * np.sqrt(expected * (1 - probability))
+
+
+def test_jitter_draws_each_order_and_the_whole_range(monkeypatch):
+    calls = []
+    for name in ADJUSTMENTS:
+
+        def record(picture, factor, random, name=name):
+            calls.append((name, factor))
+            return picture
+
+        monkeypatch.setitem(ADJUSTMENTS, name, record)
+    strengths = {"brightness": 0.4, "contrast": 0.3, "saturation": 0.2, "hue": 0.1}
+    chosen = occasional("jitter", 1.0, strengths)
+    for key in range(2400):
+        run(NOISE, chosen, key << 20)
+
+    # As torchvision's shuffle: all 24 orders, 100 times each but for five standard deviations.
+    names = [name for name, _ in calls]
+    orders = Counter(tuple(names[start : start + 4]) for start in range(0, 9600, 4))
+    assert orders.keys() == set(permutations(ADJUSTMENTS))
+    assert max(abs(num - 100) for num in orders.values()) < 50
+    for name, strength in strengths.items():
+        factors = [factor for other, factor in calls if other == name]
+        assert 1 - strength <= min(factors) < 1 - 0.99 * strength
+        assert 1 + strength >= max(factors) > 1 + 0.99 * strength
+        assert np.mean(factors) == pytest.approx(1, abs=strength / 16)
+
+
 # Which of the three, drawn as a share.
 @pytest.mark.parametrize(
     ("chosen", "reference"),
@@ -352,7 +461,7 @@ def test_augreg_cutout_is_a_gray_square():
     assert above[:, :40, 72:152].all()
 
 
-@every(name=["timm, erasing", "augreg", "three"])
+@every(name=["timm, erasing", "augreg", "three", "dino"])
 def test_an_image_gets_what_its_settings_name(name):
     """Its channels and its rows stay where they are, and what is drawn is used."""
     chosen = AugmentSettings.model_validate(VARIANTS[name])
@@ -369,6 +478,10 @@ def test_an_image_gets_what_its_settings_name(name):
             expected = applied(rand_augment, expected, policy, random, MEAN)
         if chosen.three_augment:
             expected = applied(three_augment, expected, random)
+        for operation in ("jitter", "grayscale", "blur", "solarize"):
+            section = getattr(chosen, operation)
+            if section is not None and random.uniform() < section.probability:
+                expected = applied(OCCASIONAL[operation], expected, section, random)
         assert torch.equal(run(PHOTO, chosen, key), expected)
         num_changed += not torch.equal(expected, PHOTO)
 

@@ -53,7 +53,7 @@ def test_costs_are_those_of_both_views():
 - [data, {views: [{name: a}, {name: b, image_size: 8}]}, data.views]
 - [data, {mixing: {mixup_alpha: 0.8}}, data.mixing]
 - [data, {repeats: 2}, data.repeats]
-- [data, {views: [{name: a, count: 2, crop_area: [0.9, 0.1]}]}, data.views]
+- [data, {views: [{name: a, count: 2, crop_area: [0.9, 0.1]}]}, data.views.0.crop_area]
 - [objective, {name: mae}, data.views]
 - [objective, {name: supervised}, data.views]
 """)
