@@ -158,7 +158,7 @@ def test_configuration_errors_are_reported(started):
                 assert part in run["output"], run
 
 
-def test_a_wrong_path_is_an_error_before_torch_is_imported(tmp_path: Path) -> None:
+def test_a_wrong_path_is_an_error_before_torch_is_imported(tmp_path):
     """That of a model, and of an image."""
     commands = {}
     for name, words in (
@@ -181,8 +181,8 @@ def test_a_wrong_path_is_an_error_before_torch_is_imported(tmp_path: Path) -> No
 
 
 def test_no_script_ends_without_its_error_where_rank_is_set(
-    started: dict[str, Any],
-) -> None:
+    started,
+):
     # Only the first rank reports; where no other process is the first one, nobody would.
     assert len(started["ranks"]) == len(WITH_CONFIG)
     for name, run in started["ranks"].items():

@@ -275,9 +275,7 @@ def test_ranks_share_the_verification_and_agree(tmp_path, monkeypatch, num_damag
 - [1, {1: 0.5, 2: 0.5, 3: 0.4}, [3, 1]]
 - [2, {1: 0.1, 2: 0.2, 3: 0.3}, [3, 2]]
 """)
-def test_the_best_checkpoint_stays_beside_the_newest(
-    tmp_path, keep, scores: dict[int, float | None], kept
-):
+def test_the_best_checkpoint_stays_beside_the_newest(tmp_path, keep, scores, kept):
     """Of equal ones the first; a run that resumes takes the newest, other commands the best."""
     folder = tmp_path / "checkpoints"
     for step, score in scores.items():

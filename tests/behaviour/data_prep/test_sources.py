@@ -634,7 +634,7 @@ def test_rows_of_parquet_files_are_inputs_with_bytes(tmp_path):
     ],
 )
 def test_labels_of_parquet_rows_are_numbers_or_text(
-    labels, names, values, classes: list[str | None], tmp_path
+    labels, names, values, classes, tmp_path
 ):
     images = [{"bytes": b"x", "path": None}] * len(classes)
     file = tmp_path / "a.parquet"

@@ -206,7 +206,7 @@ def test_garbage_is_collected_after_imports_that_fail():
     gc.unfreeze()
 
 
-def test_slow_imports_are_told_once(monkeypatch, capsys) -> None:
+def test_slow_imports_are_told_once(monkeypatch, capsys):
     monkeypatch.setattr(processes, "LATE_S", 0.0)
     processes._say_loading.cache_clear()
     for _ in range(2):

@@ -141,7 +141,7 @@ def join_all(monkeypatch: pytest.MonkeyPatch, devices: list[str | None]) -> list
 
 
 @every(devices="[cpu, cpu, cpu], [cuda, cuda]")
-def test_ranks_with_devices_of_one_type_join(monkeypatch, devices: list[str | None]):
+def test_ranks_with_devices_of_one_type_join(monkeypatch, devices):
     assert join_all(monkeypatch, devices) == devices
 
 
@@ -163,7 +163,7 @@ ODD_DEVICES = """
 
 @rows(ODD_DEVICES)
 def test_every_rank_names_the_one_whose_device_is_unlike_the_others(
-    monkeypatch, devices: list[str | None], odd, text
+    monkeypatch, devices, odd, text
 ):
     """One that trained on the CPU would be waited for in the first collective of the GPUs."""
     node = node_name()
@@ -185,7 +185,7 @@ def test_a_device_that_no_rank_has_is_bad_input(monkeypatch):
 
 @every(rank="0, 5")
 def test_a_rank_without_its_gpu_says_so_though_no_other_starts(
-    monkeypatch, capfd: pytest.CaptureFixture[str], rank
+    monkeypatch, capfd, rank
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(world_module, "TELL_S", 0.5)
@@ -226,7 +226,7 @@ NCCL_COMM_ID: "192.0.2.1:29511"
 # All of them, one alone, some without the others, and none.
 @every(names=[[*STALE], ["MASTER_ADDR"], ["MASTER_PORT", "WORLD_SIZE"], []])
 def test_a_process_without_a_launcher_is_alone_whatever_the_shell_says(
-    monkeypatch, capsys: pytest.CaptureFixture[str], names
+    monkeypatch, capsys, names
 ):
     # A variable that launchers set and this test forgets would stay.
     assert {*STALE} == {*LAUNCHER_VARIABLES}
@@ -254,7 +254,7 @@ def test_a_process_without_a_launcher_is_alone_whatever_the_shell_says(
     assert sorted(filter(None, listed.split(", "))) == sorted(names)
 
 
-def test_a_launcher_is_obeyed(monkeypatch, capsys: pytest.CaptureFixture[str]):
+def test_a_launcher_is_obeyed(monkeypatch, capsys):
     given = {**STALE, "RANK": "9"}
     monkeypatch.setattr(os, "environ", dict(given))
     _read_environment()
@@ -350,7 +350,7 @@ def test_handlers_are_restored_without_a_stop():
 
 @pytest.mark.usefixtures("handlers")
 @every(number=STOP_SIGNALS)
-def test_repeated_stop_signal_is_ignored(number: signal.Signals):
+def test_repeated_stop_signal_is_ignored(number):
     with PreemptionFlag() as stop:
         os.kill(os.getpid(), number)
         assert stop.set_on_any_rank()

@@ -423,7 +423,7 @@ def test_a_file_that_cannot_be_written_is_one_error(tmp_path):
         classified(subject)
 
 
-def test_the_surest_mistakes_are_drawn_first(tmp_path, monkeypatch) -> None:
+def test_the_surest_mistakes_are_drawn_first(tmp_path, monkeypatch):
     """Then the images that are right with the least confidence; padding never."""
     folder = tmp_path / "shards"
     make_shard_folder(folder, lengths={"test": (5,)}, classes=("käfer", "dog"))

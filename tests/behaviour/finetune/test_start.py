@@ -56,7 +56,7 @@ def load(run: FinetuneRun, *, seed: int = 1) -> tuple[list[str], Any]:
     return lines, model
 
 
-def test_training_says_what_the_weights_expect(tmp_path: Path) -> None:
+def test_training_says_what_the_weights_expect(tmp_path):
     weights = tmp_path / "model.safetensors"
     tensors = network(4).state_dict()
     save_file(tensors, weights)
@@ -146,8 +146,8 @@ def started(
 - [{model: {dropout: 0.1, drop_path: 0.2}}, null]
 """)
 def test_our_own_runs_are_compared_as_other_weights_are(
-    shards: Path, tmp_path: Path, changes: Values, words: list[str] | None
-) -> None:
+    shards: Path, tmp_path, changes, words
+):
     write_run(tmp_path / "run", shards)
     lines, _ = started(shards, tmp_path / "run", **changes)
     expected = []
@@ -161,8 +161,8 @@ def test_our_own_runs_are_compared_as_other_weights_are(
 
 @words(kind="run safetensors huggingface")
 def test_another_number_of_heads_is_refused_where_it_is_known(
-    shards: Path, tmp_path: Path, kind: str
-) -> None:
+    shards: Path, tmp_path, kind
+):
     """The tensors fit, whatever the heads."""
     init = tmp_path / "init"
     if kind == "run":
@@ -178,7 +178,7 @@ def test_another_number_of_heads_is_refused_where_it_is_known(
         started(shards, init, model={"num_heads": 6, "width": 384})
 
 
-def test_an_unfinished_run_is_called_so(shards: Path, tmp_path: Path) -> None:
+def test_an_unfinished_run_is_called_so(shards: Path, tmp_path):
     run = tmp_path / "run"
     pixels = {"interpolation": "bicubic", "eval_interpolation": "bilinear"}
     write_run(run, shards, data=pixels, objective={"loss": "bce"})
@@ -195,7 +195,7 @@ def test_an_unfinished_run_is_called_so(shards: Path, tmp_path: Path) -> None:
         assert lines[0].endswith(ending)
 
 
-def test_a_head_of_a_run_is_kept_by_name(shards: Path, tmp_path: Path) -> None:
+def test_a_head_of_a_run_is_kept_by_name(shards: Path, tmp_path):
     run = tmp_path / "run"
     source = write_run(run, shards, classes=("dog", "cat"))
     lines, model = started(shards, run)
@@ -220,11 +220,11 @@ def test_a_head_of_a_run_is_kept_by_name(shards: Path, tmp_path: Path) -> None:
 """)
 def test_by_default_a_head_is_kept_for_the_same_classes(
     shards: Path,
-    tmp_path: Path,
-    classes: list[str],
-    changes: Values,
-    is_kept: bool,
-) -> None:
+    tmp_path,
+    classes,
+    changes,
+    is_kept,
+):
     source = write_run(tmp_path / "run", shards, classes=tuple(classes))
     # Without a class token the tensors would not fit, and the head would not matter.
     if "pool" in changes:
@@ -240,7 +240,7 @@ def test_by_default_a_head_is_kept_for_the_same_classes(
         assert not last.weight.any()
 
 
-def test_misfits_name_the_keys_that_would_fit(tmp_path: Path) -> None:
+def test_misfits_name_the_keys_that_would_fit(tmp_path):
     path = tmp_path / "model.npz"
     changes = {
         "pool": "gap",
@@ -281,7 +281,7 @@ def head(
     return tensors
 
 
-def test_999_of_imagenets_classes_are_in_the_21k_head() -> None:
+def test_999_of_imagenets_classes_are_in_the_21k_head():
     target = known_space("imagenet_1k")
     tensors, line = kept(head(21_843), None, target)
     assert line.startswith("kept 999 of 1,000 classes of the head, matched by")
@@ -319,7 +319,7 @@ def kept(
 
 # The two heads of a distilled model, and a head behind a representation layer.
 @pytest.mark.parametrize("names", [("head", "head_dist"), ("head.2",)])
-def test_own_names_choose_and_order_the_rows(names: tuple[str, ...]) -> None:
+def test_own_names_choose_and_order_the_rows(names):
     source = ("cat", "dog", "cow", "owl")
     tensors, line = kept(head(4, names=names), source, ("owl", "cat"))
     assert line == "kept 2 of 2 classes of the head, matched by name"
@@ -338,12 +338,12 @@ def test_own_names_choose_and_order_the_rows(names: tuple[str, ...]) -> None:
         ({"cls_token": torch.ones(1)}, None, "contains no classifier"),
     ],
 )
-def test_too_few_matches_are_one_error(weights: Any, source: Any, message: str) -> None:
+def test_too_few_matches_are_one_error(weights, source, message):
     with refused(message):
         kept(weights, source, COWS)
 
 
-def test_a_whole_head_is_kept_for_the_same_classes_in_any_order() -> None:
+def test_a_whole_head_is_kept_for_the_same_classes_in_any_order():
     """DeiT at 384 px; rows are matched by name where both sides have names."""
     weight = head(3)["head.weight"]
     same, line = kept(head(3), COWS, COWS, True)

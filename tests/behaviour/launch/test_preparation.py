@@ -351,7 +351,7 @@ def test_the_profile_of_a_node_names_no_ranks(tmp_path):
 
 # A word for the shell that splits it, ends a quotation, is filled in, or matches files.
 @pytest.mark.parametrize("name", ["my run", "it's", "$HOME", "*", "Läufe (1)"])
-def test_the_batch_script_takes_any_name_of_a_run(name: str, tmp_path: Path) -> None:
+def test_the_batch_script_takes_any_name_of_a_run(name, tmp_path):
     folder = str(tmp_path / name)
     text = sbatch_text(
         LaunchSettings(),

@@ -418,7 +418,7 @@ def test_final_status_follows_the_error():
 @words(status="KILLED FAILED")
 def test_a_launcher_says_how_a_killed_process_ended(
     open_tracker: Open, folder: Path, store: Store, status: Status
-) -> None:
+):
     """One that has said it itself is left alone, and so is a folder without a record."""
     open_tracker().close(status="PAUSED")
     close_run(folder, status, say=print)

@@ -218,7 +218,7 @@ def test_a_second_ctrl_c_kills_and_a_third_leaves_no_process(tmp_path):
     assert (attempt.ending, attempt.reason) == (Ending.STOPPED, "killed by Ctrl-C")
 
 
-def test_ctrl_c_ends_ranks_that_are_not_in_their_loop(tmp_path: Path) -> None:
+def test_ctrl_c_ends_ranks_that_are_not_in_their_loop(tmp_path):
     """Such as an evaluation: one line, by the launcher."""
     process = start(
         tmp_path,
@@ -237,7 +237,7 @@ def test_ctrl_c_ends_ranks_that_are_not_in_their_loop(tmp_path: Path) -> None:
     await_end(tasks)
 
 
-def test_a_second_start_is_refused_and_records_nothing(tmp_path: Path) -> None:
+def test_a_second_start_is_refused_and_records_nothing(tmp_path):
     """From the first moment on, and where ranks that no launcher has started hold the folder."""
 
     def content() -> list[bytes]:

@@ -230,8 +230,8 @@ OWN = """
 
 
 def test_published_weights_are_fine_tuned_by_their_name_alone(
-    scripts: Scripts, hub: Hub, tmp_path: Path
-) -> None:
+    scripts: Scripts, hub: Hub, tmp_path
+):
     """Model, image size and pixels are those that the repository states."""
     # No value is a default, which would be right by chance.
     pixels = {"mean": (0.1, 0.2, 0.3), "eval_interpolation": "bicubic"}

@@ -69,7 +69,7 @@ def stored_shards(golden: Golden, tmp_path_factory: pytest.TempPathFactory) -> N
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_training(golden: Golden, name: str) -> None:
+def test_training(golden: Golden, name):
     data = settings(TRAINING[name])
     batches = rank_batches_of(data, stop=NUM_BATCHES * BATCH, image_size=SIZE)
     entries: list[dict[str, Any]] = []
@@ -95,7 +95,7 @@ def test_training(golden: Golden, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVALUATION)
-def test_evaluation(golden: Golden, name: str) -> None:
+def test_evaluation(golden: Golden, name):
     data = settings(EVALUATION[name])
     index = open_val_split(data)
     assert index is not None
