@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from pretrain.run import OBJECTIVES as REGISTERED
 from tests.behaviour.pretrain.test_objectives import NEEDED
@@ -75,32 +76,26 @@ def way(
 
 
 # What is trained, at which ZeRO stage; the rank, the place and number of the call that kills it,
-# and its step.
-KILLS = {
-    "in the backward pass": ("supervised", 1, 1, "backward", micro_step(8), 8),
-    "in the forward pass": ("supervised", 3, 0, "forward", micro_step(8), 8),
-    "before an update": ("mae", 0, 1, "step", micro_step(9, number=1), 9),
-    "waiting for data": ("distillation", 3, 1, "batch", micro_step(12, number=1), 12),
-    "while others wait for its images": ("simclr", 2, 1, "backward", 9, 9),
-    "at a log line": ("masked_patch_prediction", 2, 0, "log", 3, 8),
-    # The place counts the batches of the training, too.
-    "in an evaluation": (
-        "timm",
-        1,
-        1,
-        "evaluated batch",
-        micro_step(12, number=1) + 4,
-        12,
-    ),
-    # Around a save: the state is taken, files are written, the commit, the old ones are removed.
-    "at start": ("supervised", 1, 0, "start", 1, 1),
-    "before a save": ("fine-tuning", 1, 0, "export", 2, 10),
-    "before its tensor file": ("supervised", 1, 1, "write", 2, 10),
-    "before a commit": ("supervised", 3, 0, "rename", 2, 10),
-    "before the best one is saved": ("supervised", 1, 0, "export", 3, 12),
-    "before retention": ("supervised", 2, 0, "prune", 4, 15),
-    "in the last save": ("supervised", 0, 0, "rename", 6, STEPS),
-}
+# and its step. There are two micro-batches a step, each with a forward, backward, step and batch.
+KILLS = yaml.safe_load("""
+in the backward pass: [supervised, 1, 1, backward, 15, 8]
+in the forward pass: [supervised, 3, 0, forward, 15, 8]
+before an update: [mae, 0, 1, step, 18, 9]
+waiting for data: [distillation, 3, 1, batch, 24, 12]
+# Whose images are compared is not accumulated.
+while others wait for its images: [simclr, 2, 1, backward, 9, 9]
+at a log line: [masked_patch_prediction, 2, 0, log, 3, 8]
+# The place counts the 24 batches of the training, too.
+in an evaluation: [timm, 1, 1, evaluated batch, 28, 12]
+# Around a save: the state is taken, files are written, the commit, the old ones are removed.
+at start: [supervised, 1, 0, start, 1, 1]
+before a save: [fine-tuning, 1, 0, export, 2, 10]
+before its tensor file: [supervised, 1, 1, write, 2, 10]
+before a commit: [supervised, 3, 0, rename, 2, 10]
+before the best one is saved: [supervised, 1, 0, export, 3, 12]
+before retention: [supervised, 2, 0, prune, 4, 15]
+in the last save: [supervised, 0, 0, rename, 6, 24]
+""")
 # Of one undisturbed training of each, which other tests then need not repeat.
 ZERO_STAGES = {name: stage for name, stage, *_ in KILLS.values()}
 
@@ -142,13 +137,13 @@ AUGMENTED = (
     "data.mixing.mode=pair",
 )
 # What two ranks at ZeRO 1 began, and who goes on: ranks, ZeRO stage.
-LAYOUTS = [
-    ("supervised", 1, 0),
-    ("supervised", 4, 3),
-    ("supervised", 4, 2),
-    ("timm", 1, 3),
-]
-LAYOUTS += [(name, 1, 0) for name in REGISTERED if name != "supervised"]
+LAYOUTS = yaml.safe_load("""
+- [supervised, 1, 0]
+- [supervised, 4, 3]
+- [supervised, 4, 2]
+- [timm, 1, 3]
+""")
+LAYOUTS += [[name, 1, 0] for name in REGISTERED if name != "supervised"]
 
 
 @slow
@@ -271,26 +266,17 @@ def test_shards_without_labels(fault_runs: FaultRuns, tmp_path):
 
 # A save after a signal ends a log interval, which an uninterrupted training may not end there.
 EVERY_STEP = "tracking.log_every_steps=1"
-BURST = [fault("batch", micro_step(7), "burst")]
-# Faults by rank, exit codes, the committed step: the one after the signal's, since ranks agree in
-# the background.
-SIGNALS = {
-    "bursts on both ranks": ({0: BURST, 1: BURST}, [75, 75], 8),
-    "on one rank only": (
-        {1: [fault("backward", micro_step(8), "SIGTERM")]},
-        [75, 75],
-        9,
-    ),
-    "in a save": ({0: [fault("write", 3, "SIGUSR2")]}, [75, 75], 11),
-    # Too late to stop anything: the run is finished.
-    "in the last step": (
-        {1: [fault("backward", micro_step(STEPS), "burst")]},
-        [0, 0],
-        STEPS,
-    ),
-    # Before a handler is installed, SIGTERM ends the process.
-    "before training": ({1: [fault("start", 1, "SIGTERM")]}, [-9, -15], 0),
-}
+# Place, number of the call and signal by rank; exit codes; the committed step: the one after the
+# signal's, since ranks agree in the background.
+SIGNALS = yaml.safe_load("""
+bursts on both ranks: [{0: &burst [batch, 13, burst], 1: *burst}, [75, 75], 8]
+on one rank only: [{1: [backward, 15, SIGTERM]}, [75, 75], 9]
+in a save: [{0: [write, 3, SIGUSR2]}, [75, 75], 11]
+# Too late to stop anything: the run is finished.
+in the last step: [{1: [backward, 47, burst]}, [0, 0], 24]
+# Before a handler is installed, SIGTERM ends the process.
+before training: [{1: [start, 1, SIGTERM]}, [-9, -15], 0]
+""")
 
 
 @every(
@@ -301,7 +287,8 @@ SIGNALS = {
     )
 )
 def test_stop_signals(fault_runs: FaultRuns, tmp_path, case):
-    planted, codes, step = SIGNALS[case]
+    faults, codes, step = SIGNALS[case]
+    planted = {rank: [fault(*where)] for rank, where in faults.items()}
     # Ranks stop together; before they have met, the launcher must end the other one.
     grace_s = 30
     if case == "before training":
@@ -336,15 +323,15 @@ def test_loader_workers(fault_runs: FaultRuns, tmp_path):
 
 
 # rank, fault, its exit code if it is certain. No launcher ends the other one.
-LOST = {
-    "rank 1 stopped": (1, "stop", -signal.SIGKILL),
-    "rank 0 stopped": (0, "stop", -signal.SIGKILL),
-    "rank 1 hangs": (1, "hang", None),
-    "rank 1 killed": (1, "kill", -signal.SIGKILL),
-    "rank 0 crashes": (0, "crash", -signal.SIGSEGV),
-    # An exit code of 0 in the middle of training.
-    "rank 0 leaves": (0, "leave", 0),
-}
+LOST = yaml.safe_load("""
+rank 1 stopped: [1, stop, -9]
+rank 0 stopped: [0, stop, -9]
+rank 1 hangs: [1, hang, null]
+rank 1 killed: [1, kill, -9]
+rank 0 crashes: [0, crash, -11]
+# An exit code of 0 in the middle of training.
+rank 0 leaves: [0, leave, 0]
+""")
 
 
 @every(
@@ -404,14 +391,14 @@ processes.run_rank_script(join)
 
 
 def test_a_rank_that_never_starts_is_named(tmp_path):
-    variables = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    variables = yaml.safe_load("""
+    RANK: "0"
+    LOCAL_RANK: "0"
+    WORLD_SIZE: "2"
+    LOCAL_WORLD_SIZE: "2"
+    MASTER_ADDR: 127.0.0.1
+    """)
+    variables["MASTER_PORT"] = str(free_port())
     done = subprocess.run(
         [sys.executable, "-c", JOIN],
         env=os.environ | variables,
