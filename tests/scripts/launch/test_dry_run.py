@@ -40,19 +40,19 @@ SITE = (
     "launch.srun_args=[--cpu-bind=none, --mpi=none]",
     "launch.python=apptainer exec --nv image.sif python",
 )
-LARGE = (
-    "launch.nodes=8 launch.tasks_per_node=4 launch.gpus_per_node=4 launch.gpu_request=gres "
-    "launch.gpu_type=h200 launch.mem_gb=512 launch.partition=long,short launch.account=vision "
-    "launch.signal_delay_s=300 data.global_batch=64"
-).split()
+LARGE = """
+    launch.nodes=8 launch.tasks_per_node=4 launch.gpus_per_node=4 launch.gpu_request=gres
+    launch.gpu_type=h200 launch.mem_gb=512 launch.partition=long,short launch.account=vision
+    launch.signal_delay_s=300 data.global_batch=64
+""".split()
 # Each has lines of its own in the batch script.
 DRY_RUNS = {
-    "one_node": ("run.yaml", "launch.nodes=1", "launch.cpus_per_task=4"),
-    "many_nodes": ("run.yaml", *LARGE),
-    "site": ("run.yaml", *SITE),
-    "free_nodes": ("run.yaml", *LARGE, "launch.nodes=2-8"),
-    "array": ("data.yaml",),
-    "h14": (str(ROOT / "configs/vit_h14.yaml"), "data.path=shards"),
+    "one_node": "run.yaml launch.nodes=1 launch.cpus_per_task=4".split(),
+    "many_nodes": ["run.yaml", *LARGE],
+    "site": ["run.yaml", *SITE],
+    "free_nodes": ["run.yaml", *LARGE, "launch.nodes=2-8"],
+    "array": ["data.yaml"],
+    "h14": [ROOT / "configs/vit_h14.yaml", "data.path=shards"],
 }
 
 

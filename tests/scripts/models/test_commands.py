@@ -167,16 +167,16 @@ def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts):
 
 # Each image below in/, in the order of the table, and what is wrong with it (the reason of a
 # decoder is its own; None: nothing). A pipe would be read for ever.
-IMAGES_AND_REASONS = {
-    "a.jpg": None,
-    "below/b.JPG": None,
-    "below/c.jpg": "",
-    "below/d.jpg": None,
-    "below/e.jpg": "",
-    "below/f.jpg": "is not a file",
-    "below/g.jpg": "No such file",
-    "below/h.GIF": "cannot identify image",
-}
+IMAGES_AND_REASONS = yaml.safe_load("""
+a.jpg: null
+below/b.JPG: null
+below/c.jpg: ""
+below/d.jpg: null
+below/e.jpg: ""
+below/f.jpg: is not a file
+below/g.jpg: No such file
+below/h.GIF: cannot identify image
+""")
 
 
 def test_unreadable_images_do_not_end_the_command(
@@ -325,32 +325,41 @@ def test_pictures_are_drawn(scripts: Scripts, from_npz: Run):
     assert [path.name for path in output.iterdir()] == ["attention_rollout.png"]
 
 
+# Each command with its words and exit code, and what it would do, or what it cannot.
+DRY_RUNS = yaml.safe_load("""
+- [predict, "{images} output={tmp}/table.csv", 0, [3 images, 0.png]]
+- [predict, "{shards}", 0, [12 images, on the screen]]
+- [predict, "{tmp}", 2, [no images in]]
+- [predict, "{images} output={run}/config.yaml/a.csv", 2, []]
+- [export, "--to timm {tmp}/exported", 0, ["to {tmp}/exported for timm"]]
+- [export, "--to npz image_size=12 {run}", 2, [is not empty]]
+- [visualize, "output={tmp}/exported", 0, ["{tmp}/exported/patch_filters.png"]]
+- [visualize, "output={run}/config.yaml/a", 2, [no writable folder]]
+""")
+
+
 def test_a_dry_run_writes_nothing_and_refuses_what_the_command_would(
     scripts: Scripts, from_npz: Run, tmp_path
 ):
     """Also what only the opened model shows, such as a format that cannot express it."""
     run, _ = from_npz
-    table = tmp_path / "table.csv"
-    folder = tmp_path / "exported"
     before = sorted(run.rglob("*"))
-    # Each command with what it would do, and with what it cannot.
-    for script, words, code, expected in (
-        ("predict", (scripts.images, f"output={table}"), 0, ("3 images", "0.png")),
-        ("predict", (scripts.shards,), 0, ("12 images", "on the screen")),
-        ("predict", (tmp_path,), 2, ("no images in",)),
-        ("predict", (scripts.images, f"output={run}/config.yaml/a.csv"), 2, ()),
-        ("export", ("--to", "timm", folder), 0, (f"to {folder} for timm",)),
-        ("export", ("--to", "npz", "image_size=12", run), 2, ("is not empty",)),
-        ("visualize", (f"output={folder}",), 0, (f"{folder}/patch_filters.png",)),
-        ("visualize", (f"output={run}/config.yaml/a",), 2, ("no writable folder",)),
-    ):
+    paths = {
+        "images": scripts.images,
+        "shards": scripts.shards,
+        "run": run,
+        "tmp": tmp_path,
+    }
+    for script, text, code, expected in DRY_RUNS:
+        words = text.format(**paths).split()
         printed = scripts.run(script, f"init={run}", *words, "--dry-run", code=code)
         assert ("dry run: " in printed) == (code == 0)
         assert "Traceback" not in printed
         for part in expected:
-            assert part in printed
+            assert part.format(**paths) in printed
     assert sorted(run.rglob("*")) == before
     assert not any(tmp_path.iterdir())
+    folder = tmp_path / "exported"
     words = ("--to", "huggingface", folder, "model.num_heads=2", "--dry-run")
     printed = scripts.run("export", f"init={SAFETENSORS}", *words, code=2)
     assert "huggingface cannot express this model" in printed

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.scripts.slurm.conftest import SlurmCluster
 from tests.support.corpora.shard_folders import make_shard_folder
@@ -18,13 +19,13 @@ from vitscale.config.packaged import CODE_FOLDERS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-RUN = TINY | {
-    "stage": "pretrain",
-    "data": {"path": "shards", "global_batch": 2, "num_workers": 0},
-    "schedule": {"steps": 2},
-    "tracking": {"uri": "sqlite:///runs/mlflow.db"},
-    "launch": {"timeout_min": 10},
-}
+RUN = TINY | yaml.safe_load("""
+stage: pretrain
+data: {path: shards, global_batch: 2, num_workers: 0}
+schedule: {steps: 2}
+tracking: {uri: "sqlite:///runs/mlflow.db"}
+launch: {timeout_min: 10}
+""")
 ENDED = ("COMPLETED", "FAILED")
 
 

@@ -21,7 +21,7 @@ from tests.support.ranks.fault_runs import fault
 from tests.support.ranks.thread_ranks import run_ranks
 from tests.support.ranks.warm_ranks import WarmStarter
 from tests.support.runs import CURVES, MIXED, REL, SHARDS, TINY, journal, run
-from tests.support.tables import every
+from tests.support.tables import every, rows
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
     MANIFEST,
@@ -107,14 +107,13 @@ def test_it_is_read(stored):
     assert failure.step == 12
 
 
-@pytest.mark.parametrize(
-    ("step", "layout", "num_ranks"),
-    [
-        pytest.param(10, "engine.zero_stage=1", 2, id="the same"),
-        pytest.param(10, "engine.zero_stage=0", 1, id="fewer ranks"),
-        pytest.param(16, "engine.zero_stage=3", 2, id="more ranks"),
-    ],
-)
+# The same layout, fewer ranks, and more ranks at the stage that divides all.
+@rows("""
+- [step, layout, num_ranks]
+- [10, engine.zero_stage=1, 2]
+- [10, engine.zero_stage=0, 1]
+- [16, engine.zero_stage=3, 2]
+""")
 def test_it_resumes_with_the_golden_losses(
     stored, golden: Golden, warm_starter: WarmStarter, tmp_path, step, layout, num_ranks
 ):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 from tests.support.ranks.fault_runs import FaultRuns, fault, output
 from tests.support.ranks.run_states import differences, read_state
@@ -218,15 +219,15 @@ def await_end(
         time.sleep(0.02)
 
 
-# Of each phase of a training: the places of a fault, and the number of the call.
-PHASES = {
-    "start": {"start": range(1, 2)},
-    "training": dict.fromkeys(("batch", "forward", "backward", "step"), range(7, 20)),
-    "save": dict.fromkeys(("export", "write", "rename", "prune"), range(2, 5)),
-    "evaluation": {"evaluation": range(1, 3), "evaluated batch": range(40, 46)},
-    "end": {"close": range(1, 2), "leave": range(1, 2)},
-}
-HARMS = ("raise", "EIO", "kill", "crash", "leave", "exit 3", "stop", "hang")
+# Of each phase of a training: the places of a fault, and the first and last call that it may hit.
+PHASES = yaml.safe_load("""
+start: {start: [1, 1]}
+training: {batch: [7, 19], forward: [7, 19], backward: [7, 19], step: [7, 19]}
+save: {export: [2, 4], write: [2, 4], rename: [2, 4], prune: [2, 4]}
+evaluation: {evaluation: [1, 2], evaluated batch: [40, 45]}
+end: {close: [1, 1], leave: [1, 1]}
+""")
+HARMS = "raise|EIO|kill|crash|leave|exit 3|stop|hang".split("|")
 # From the fault until all other ranks are gone, and what a launcher waits after the first one.
 GONE_S = 20.0
 GRACE_S = 5.0
@@ -280,7 +281,7 @@ def draw_case(rng: random.Random) -> Case:
     do = rng.choice(HARMS)
     place = rng.choice([*PHASES[phase]])
     num_ranks = rng.randint(2, 4)
-    nth = rng.choice(PHASES[phase][place])
+    nth = rng.randint(*PHASES[phase][place])
     # Rank 0 alone commits and removes.
     rank = 0
     if place not in ("rename", "prune"):

@@ -110,6 +110,11 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
 ):
     """Start by DeepSpeed's launcher, in fresh processes."""
     run = tmp_path / "run"
+    # The model of the finished run, on images of 24 pixels instead of 16.
+    settings = """
+        schedule.steps=10 schedule.warmup_steps=2 engine.zero_stage=3 tracking.uri=null
+        model.patch_size=4 init_patch=same model.width=24 model.depth=2 model.mlp_width=48
+    """
     command = [
         Path(sys.executable).with_name("deepspeed"),
         "--num_gpus=2",
@@ -120,16 +125,7 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
         f"init={finished}",
         f"data.path={fault_runs.shards}",
         f"output={run}",
-        "schedule.steps=10",
-        "schedule.warmup_steps=2",
-        "engine.zero_stage=3",
-        # The model of the finished run, on images of 24 pixels instead of 16.
-        "model.patch_size=4",
-        "init_patch=same",
-        "model.width=24",
-        "model.depth=2",
-        "model.mlp_width=48",
-        "tracking.uri=null",
+        *settings.split(),
     ]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
@@ -146,13 +142,13 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
 # Work that every node does, the index once, what one reads while all is well, and the tracker,
 # which rank 0 alone opens. The places and ranks of a case are tried at the same time, since their
 # runs mostly wait.
-LACKING = {
-    "index": [("index", 1)],
-    "index of the first": [("index", 0), ("init", 0)],
-    "prepare": [("prepare", 1), ("prepare", 0)],
-    "decoder": [("decoder", 1), ("decoder", 0)],
-    "private folder": [("private folder", 1)],
-}
+LACKING = yaml.safe_load("""
+index: [[index, 1]]
+index of the first: [[index, 0], [init, 0]]
+prepare: [[prepare, 1], [prepare, 0]]
+decoder: [[decoder, 1], [decoder, 0]]
+private folder: [[private folder, 1]]
+""")
 
 
 def start_lacking(
