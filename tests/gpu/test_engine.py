@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.training_loops import EngineLoop, Task
@@ -33,15 +34,15 @@ from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
 from vitscale.training.session import restore_engine
 
-SMALL = {
-    "image_size": 32,
-    "patch_size": 8,
-    "width": 96,
-    "depth": 2,
-    "num_heads": 3,
-    "mlp_width": 192,
-    "num_classes": 10,
-}
+SMALL = yaml.safe_load("""
+image_size: 32
+patch_size: 8
+width: 96
+depth: 2
+num_heads: 3
+mlp_width: 192
+num_classes: 10
+""")
 # Cycles of a GPU, more than a second.
 LONG = 3_000_000_000
 
@@ -53,13 +54,15 @@ def task(world: World, *, batch: int = 32, model=SMALL, **sections) -> Task:
         "compile": False,
         "max_micro_batch": batch,
     }
-    values = {
-        "stage": "pretrain",
-        "name": "gpu",
+    values = yaml.safe_load("""
+    stage: pretrain
+    name: gpu
+    schedule: {steps: 100, warmup_steps: 2}
+    optim: {lr: 0.003, weight_decay: 0.1, clip_norm: 1.0}
+    """)
+    values |= {
         "data": {"path": "none", "global_batch": batch},
         "model": model,
-        "schedule": {"steps": 100, "warmup_steps": 2},
-        "optim": {"lr": 3e-3, "weight_decay": 0.1, "clip_norm": 1.0},
         **sections,
         "engine": engine | sections.get("engine", {}),
     }
@@ -196,15 +199,15 @@ def test_peak_memory_is_that_of_the_dry_run(world: World):
 def test_a_task_that_sees_one_gpu_uses_it(device, monkeypatch):
     """As number 0, also as its node's second rank; DeepSpeed takes LOCAL_RANK for the number."""
     # A launcher that gives each task one GPU, and numbers the tasks of a node.
-    place = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "SLURM_PROCID": "1",
-    }
+    place = yaml.safe_load("""
+    RANK: "0"
+    WORLD_SIZE: "1"
+    LOCAL_RANK: "1"
+    LOCAL_WORLD_SIZE: "2"
+    MASTER_ADDR: 127.0.0.1
+    SLURM_PROCID: "1"
+    """)
+    place["MASTER_PORT"] = str(free_port())
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     with process_group(

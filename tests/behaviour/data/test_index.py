@@ -312,18 +312,16 @@ READS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("read", "name"),
-    [
-        # A split is opened by all of these; the last is a folder that most sets lack.
-        ("index", MANIFEST_NAME),
-        ("index", INDEX_NAME),
-        ("index", "train-000001.tar"),
-        ("index", "entry_points"),
-        ("listing", "copy"),
-        ("stream", "train-000001.tar"),
-    ],
-)
+# A split is opened by all of these; `entry_points` is a folder that most sets lack.
+@rows("""
+- [read, name]
+- [index, manifest.json]
+- [index, index.parquet]
+- [index, train-000001.tar]
+- [index, entry_points]
+- [listing, copy]
+- [stream, train-000001.tar]
+""")
 @every(
     # A handle of NFS that is stale, a failing disk, and a server that does not answer.
     error=[errno.ESTALE, errno.EIO, errno.ETIMEDOUT],

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.loader_runs import GLOBAL_BATCH, Run
@@ -46,15 +47,14 @@ def run_of(folders: Folders, which: str) -> Run:
         return Run(plain)
 
     # All that could draw from a state of a process: views, mixture, augmentation.
-    more = {
-        "repeats": 2,
-        "first_percent": 80,
-        "mixture": [{"path": str(mixed_in), "share": 0.3}],
-        "augment": {
-            "randaugment": {"magnitude": 9, "policy": "timm"},
-            "erasing": {"probability": 0.5, "mode": "pixel"},
-        },
-    }
+    more = yaml.safe_load("""
+    repeats: 2
+    first_percent: 80
+    augment:
+      randaugment: {magnitude: 9, policy: timm}
+      erasing: {probability: 0.5, mode: pixel}
+    """)
+    more["mixture"] = [{"path": str(mixed_in), "share": 0.3}]
     return Run(plain, more)
 
 

@@ -329,16 +329,17 @@ def test_own_names_choose_and_order_the_rows(names):
 
 
 # Names that have no class in common, no names, too few names, no head at all.
-@pytest.mark.parametrize(
-    "weights, source, message",
-    [
-        (head(4), ("a", "b", "c", "d"), r"\(a, b, ...\) include 0 of the 3"),
-        (head(4), None, "outputs are unknown"),
-        (head(5), ("cat", "dog", "cow", "d"), "4 names of classes .* 5 outputs"),
-        ({"cls_token": torch.ones(1)}, None, "contains no classifier"),
-    ],
-)
-def test_too_few_matches_are_one_error(weights, source, message):
+@rows(r"""
+- [num_rows, source, message]
+- [4, [a, b, c, d], '\(a, b, ...\) include 0 of the 3']
+- [4, null, outputs are unknown]
+- [5, [cat, dog, cow, d], 4 names of classes .* 5 outputs]
+- [null, null, contains no classifier]
+""")
+def test_too_few_matches_are_one_error(num_rows, source, message):
+    weights = {"cls_token": torch.ones(1)}
+    if num_rows:
+        weights = head(num_rows)
     with refused(message):
         kept(weights, source, COWS)
 

@@ -75,6 +75,12 @@ def run(
     )
 
 
+def runs_of(text: str) -> list[ComparedRun]:
+    """Runs of one evaluation. text: YAML, per label the accuracy and the parameters."""
+    given = yaml.safe_load(text).items()
+    return [run(label, [top1], **params) for label, (top1, params) in given]
+
+
 def logged(*metrics: dict[str, float], label: str = "a", **params: str) -> ComparedRun:
     """A run with these metrics of its steps, from the first on."""
     rows = tuple(
@@ -249,15 +255,10 @@ def test_waits_between_attempts_are_no_hours(tmp_path):
     # From hour 0.5 to 2, from 5 to 6, and from 6 on, without a recorded end.
     attempts = [(0.5, 2.0), (5.0, 6.0), (6.0, None)]
     for number, (start, end) in enumerate(attempts, start=1):
-        facts: dict[str, Any] = {
-            "number": number,
-            "started": start * HOUR,
-            "cluster": "slurm",
-            "job_id": "1",
-            "restart": 0,
-            "num_tasks": 1,
-            "first_step": 0,
-        }
+        facts = yaml.safe_load(
+            "{cluster: slurm, job_id: '1', restart: 0, num_tasks: 1, first_step: 0}"
+        )
+        facts |= {"number": number, "started": start * HOUR}
         if end:
             facts["ended"] = end * HOUR
         append_event(tmp_path, ATTEMPT, facts)
@@ -302,16 +303,16 @@ def test_flops_are_those_of_the_model(tmp_path):
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_group():
-    runs = [
-        run("a-0", [0.5], seed="0", name="a-0"),
-        run("b-0", [0.9], seed="0", name="b-0", lr="1"),
-        run("a-1", [0.7], seed="1", name="a-1"),
-        run("a-1-again", [0.6], seed="1", name="a-2"),
-        run("no seed", [0.6]),
-        # Other initial weights, which differ in the seed alone.
-        run("t-0", [0.5], seed="0", name="t-0", init="runs/pretrain_seed0"),
-        run("t-1", [0.5], seed="1", name="t-1", init="runs/pretrain_seed1"),
-    ]
+    # The last two have other initial weights, which differ in the seed alone.
+    runs = runs_of("""
+    a-0: [0.5, {seed: "0", name: a-0}]
+    b-0: [0.9, {seed: "0", name: b-0, lr: "1"}]
+    a-1: [0.7, {seed: "1", name: a-1}]
+    a-1-again: [0.6, {seed: "1", name: a-2}]
+    no seed: [0.6, {}]
+    t-0: [0.5, {seed: "0", name: t-0, init: runs/pretrain_seed0}]
+    t-1: [0.5, {seed: "1", name: t-1, init: runs/pretrain_seed1}]
+    """)
     compared = compare(runs)
     assert list(compared.seeds.values()) == [(0, 2, 3), (5, 6)]
 
@@ -428,10 +429,11 @@ def test_the_verdict_names_the_best_run_and_why():
     assert "They differ in lr (2 against 1)." in text
 
     # A run that has no such key, or none of its own, says so in words.
-    text = verdict(
-        run("a", [0.7], **{"init": "runs/x", "optim.ema": "0.9"}),
-        run("b", [0.6], **{"init": "null", "init_patch": "same"}),
-    )
+    runs = runs_of("""
+    a: [0.7, {init: runs/x, optim.ema: "0.9"}]
+    b: [0.6, {init: "null", init_patch: same}]
+    """)
+    text = verdict(*runs)
     assert (
         "differ in init (runs/x against random weights), optim.ema (0.9 against none), "
         "init_patch (none against same)." in text
@@ -445,12 +447,13 @@ def test_the_verdict_names_the_best_run_and_why():
     assert "not seen equally many samples: compare them with --at samples" in text
 
     # Two seeds each. The best single run is of the worse setting.
-    text = verdict(
-        run("low-0", [0.2], seed="0", lr="1"),
-        run("low-1", [0.9], seed="1", lr="1"),
-        run("high-0", [0.6], seed="0", lr="2"),
-        run("high-1", [0.7], seed="1", lr="2"),
-    )
+    runs = runs_of("""
+    low-0: [0.2, {seed: "0", lr: "1"}]
+    low-1: [0.9, {seed: "1", lr: "1"}]
+    high-0: [0.6, {seed: "0", lr: "2"}]
+    high-1: [0.7, {seed: "1", lr: "2"}]
+    """)
+    text = verdict(*runs)
     assert (
         "high-0 and 1 more is best: val/top1 65.0 % ± 7.1 %; next is low-0 and 1 more"
         in text
@@ -814,23 +817,19 @@ def test_the_page_has_the_accuracy_of_each_class(tmp_path):
     a = with_classes(tmp_path, "a", shares)
     # The worst first; Jinja escapes an apostrophe in another way than Python.
     evil = html.escape(EVIL, quote=True).replace("&#x27;", "&#39;")
-    assert class_table(a) == [
-        [""],
-        ["class", "a"],
-        [evil, "25.0 %"],
-        ["dog", "50.0 %"],
-        ["cat", "75.0 %"],
-    ]
+    head = [[""], ["class", "a"]]
+    good = [["dog", "50.0 %"], ["cat", "75.0 %"]]
+    assert class_table(a) == [*head, [evil, "25.0 %"], *good]
 
     # In another order, with one class that the first run lacks. What differs most is first.
     b = with_classes(tmp_path, "b", {"dog": 0.25, "cat": 1.0, "owl": 0.125})
     c = with_classes(tmp_path, "c", {"dog": 1.0, "cat": 0.75})
     rows = class_table(a, b, run("no table", [0.5]), c)
-    assert rows[1:4] == [
-        ["class", "a", "b", "c"],
-        ["dog", "50.0 %", "25.0 %", "100.0 %"],
-        ["cat", "75.0 %", "100.0 %", "75.0 %"],
-    ]
+    assert rows[1:4] == yaml.safe_load("""
+    - [class, a, b, c]
+    - [dog, 50.0 %, 25.0 %, 100.0 %]
+    - [cat, 75.0 %, 100.0 %, 75.0 %]
+    """)
     assert ["owl", "-", "12.5 %", "-"] in rows
 
     # Without any table there is no section.

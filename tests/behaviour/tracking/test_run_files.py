@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launch.comparison.differences import compare
 from launch.comparison.page import render
@@ -216,7 +217,6 @@ def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path):
         b"\0" * 100 + b"\n",
     )
     path = tmp_path / "journal.jsonl"
-    path = tmp_path / "journal.jsonl"
     last = b'{"step": 8, "ti'  # being written
     path.write_bytes(b"".join(line + good for line in odd) + last)
     rows = [*read_rows(path)]
@@ -236,22 +236,12 @@ def hostile_server(
     artifact_uri: str, *, listed: str = "x", **more
 ) -> Iterator[tuple[str, list[str]]]:
     """Its address, and the paths that it was asked for. more: further keys of its runs."""
-    info = {
-        "run_id": "a" * 32,
-        "run_uuid": "a" * 32,
-        "experiment_id": "0",
-        "run_name": "r",
-        "status": "RUNNING",
-        "start_time": 1,
-        "artifact_uri": artifact_uri,
-        "lifecycle_stage": "active",
-        **more,
-    }
-    experiment = {
-        "experiment_id": "0",
-        "name": "vitscale",
-        "lifecycle_stage": "active",
-    }
+    info, experiment = yaml.safe_load("""
+    - {experiment_id: "0", run_name: r, status: RUNNING, start_time: 1, lifecycle_stage: active}
+    - {experiment_id: "0", name: vitscale, lifecycle_stage: active}
+    """)
+    info |= {"run_id": "a" * 32, "run_uuid": "a" * 32, "artifact_uri": artifact_uri}
+    info |= more
     asked = []
 
     class Hostile(Answering):
@@ -305,13 +295,8 @@ def test_no_server_chooses_where_files_are_written(form, run, tmp_path):
         sent = MlflowRun(run, uri, say=lines.append)
         sent.sync("FINISHED")
         (run / "events").mkdir()
-        record = {
-            "event": "tracked",
-            "time": 1.0,
-            "tracking_id": "x",
-            "name": "r",
-            "uri": uri,
-        }
+        record = {"event": "tracked", "time": 1, "tracking_id": "x", "name": "r"}
+        record["uri"] = uri
         (run / "events/n.jsonl").write_text(json.dumps(record) + "\n")
         upload(run, [results], say=lines.append)
 

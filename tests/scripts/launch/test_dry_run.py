@@ -45,6 +45,7 @@ LARGE = """
     launch.gpu_type=h200 launch.mem_gb=512 launch.partition=long,short launch.account=vision
     launch.signal_delay_s=300 data.global_batch=64
 """.split()
+PLAN = ("launch/slurm.py", "--dry-run", "--config", "run.yaml")
 # Each has lines of its own in the batch script.
 DRY_RUNS = {
     "one_node": "run.yaml launch.nodes=1 launch.cpus_per_task=4".split(),
@@ -110,10 +111,7 @@ def test_a_job_of_a_chain_runs_only_after_a_success(slurm: FakeSlurm):
 def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm):
     before = sorted(submitted.folder.rglob("*"))
     output = submitted.call(
-        "launch/slurm.py",
-        "--dry-run",
-        "--config",
-        "run.yaml",
+        *PLAN,
         "optim.lr=[1e-3, 2e-3]",
         "name=grid",
         "launch.gpus_per_node=1",
@@ -131,10 +129,7 @@ def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm):
 
 def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm):
     output = submitted.call(
-        "launch/slurm.py",
-        "--dry-run",
-        "--config",
-        "run.yaml",
+        *PLAN,
         "optim.lr=0.002",
         slurm=False,
     )
@@ -153,9 +148,7 @@ def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm):
 
     # A range of nodes: with 4 tasks each, 64 images divide over 2, 4 and 8 of them.
     more = ("launch.nodes=2-8", "launch.tasks_per_node=4", "data.global_batch=64")
-    output = submitted.call(
-        "launch/slurm.py", "--dry-run", "--config", "run.yaml", *more
-    )
+    output = submitted.call(*PLAN, *more)
     used = "used: 8, 4, 2 (the global batch divides over these)"
     assert f"2 to 8, as many as are free at each start; {used}" in output
     assert "32 ranks x 2 images" in output

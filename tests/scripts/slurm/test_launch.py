@@ -110,6 +110,14 @@ def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards, tmp_path):
         rows = journal_rows(tmp_path / "runs" / name)
         return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
+    # A rate that does not depend on the number of steps, which only the end decides; and no
+    # drop path, which is drawn for each rank, so that another number of ranks draws the same.
+    settings = """
+        data.val_split=null evaluate=[] tracking.uri=null tracking.log_every_steps=1
+        schedule.epochs=null schedule.decay=constant schedule.final_lr=0 schedule.warmup_steps=2
+        model.drop_path=0
+    """
+
     def start(script, name, *more):
         return slurm.script(
             script,
@@ -117,17 +125,7 @@ def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards, tmp_path):
             ROOT / "configs/digits/pretrain.yaml",
             f"name={name}",
             f"data.path={digits_shards}",
-            "data.val_split=null",
-            "evaluate=[]",
-            "tracking.uri=null",
-            "tracking.log_every_steps=1",
-            # A rate that does not depend on the number of steps, which only the end decides.
-            "schedule.epochs=null",
-            "schedule.decay=constant",
-            "schedule.final_lr=0",
-            "schedule.warmup_steps=2",
-            # Drawn for each rank, so another number of ranks draws something else.
-            "model.drop_path=0",
+            *settings.split(),
             *more,
             cwd=tmp_path,
         )
