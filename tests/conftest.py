@@ -48,7 +48,7 @@ training/test_golden_curves slurm/test_chains models/test_commands slurm/test_su
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of LONGEST before all others; the order within a file stays."""
 
-    def turn(item: pytest.Item) -> int:
+    def turn(item):
         name = str(item.path.with_suffix(""))
         for number, end in enumerate(LONGEST):
             if name.endswith(f"/{end}"):

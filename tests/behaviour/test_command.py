@@ -28,7 +28,7 @@ def started(monkeypatch) -> list[str]:
     """The script and the words of what was started last."""
     found = []
 
-    def note(script: str, words: list[str]) -> None:
+    def note(script, words):
         found[:] = [script, *words]
 
     monkeypatch.setattr(command, "execute", note)

@@ -1,7 +1,5 @@
 """Completion of commands, configurations, keys, values, runs and paths in three shells."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -83,7 +83,7 @@ def run_all(folder: Path, commands: dict[str, list[str]]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
 
     # Lines before the last one are of scripts that print at import.
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(done.stdout.splitlines()[-1])
     assert sorted(folder.iterdir()) == before, "a script wrote files"
     return report
 

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from vitscale.checkpoint.folders import (
     Commit,
@@ -55,7 +54,7 @@ def light_save(
 ) -> Commit:
     """score: of its evaluation; None: it was not evaluated."""
     # `n` tells which save was read; `unreadable` is what a session asks a checkpoint for.
-    progress: dict[str, Any] = {"n": step, "unreadable": 0}
+    progress = {"n": step, "unreadable": 0}
     if score is not None:
         progress["score"] = score_of({"val/top1": score})
     save = Save(

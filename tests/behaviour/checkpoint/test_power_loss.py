@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -130,7 +129,7 @@ def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
     promised = 0
     broken = []
 
-    def lose_power(moment: str) -> None:
+    def lose_power(moment):
         for kind, state in zip(("least", "names only"), model.states(), strict=True):
             write_out(state, after)
             step = 0
@@ -143,7 +142,7 @@ def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
                 broken.append(f"{kind}: step {step} where {where}")
             shutil.rmtree(after)
 
-    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(name, function):
         def call(*arguments, **options):
             result = function(*arguments, **options)
             if name == "write":  # the caller reuses its buffer

@@ -262,7 +262,7 @@ def flaky(monkeypatch) -> Callable[[str, int, int], list[str]]:
     """Make reads of files with a name fail so often with an error; returns what they were."""
     monkeypatch.setattr(atomic_files, "READ_PAUSES_S", (0.0,) * 3)
 
-    def start(name: str, error: int, times: int) -> list[str]:
+    def start(name, error, times):
         # Shared by all patched functions, so that `times` counts their failures
         # together.
         failed = []
@@ -519,7 +519,7 @@ def test_a_subset_keeps_labels_and_places(shards, tmp_path, settings, chosen):
 
 
 def test_the_same_choice_from_another_file_is_the_same_set(shards, tmp_path):
-    def chosen(names: list[str]) -> TrainingSet:
+    def chosen(names):
         listing = tmp_path / f"{len(names)}.txt"
         return opened(shards, only_keys=listed(listing, names))
 

@@ -294,7 +294,7 @@ def log(tmp_path, monkeypatch) -> Path:
     # A file, because other processes ask, too.
     path.touch()
 
-    def answered(url: Url, num_bytes: int) -> list[bytes]:
+    def answered(url, num_bytes):
         number = int(url.rpartition("/")[2])
         with open(path, "a") as file:
             file.write(f"{number}\n")

@@ -1,7 +1,5 @@
 """Checks of images, and pixels after each conversion, against arithmetic of the written rule."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import tracemalloc
@@ -180,7 +178,7 @@ def test_gzip_is_taken_off(convert, check):
 
 
 def test_lack_of_memory_rejects_no_image(monkeypatch):
-    def exhausted(*args: object, **options: object) -> None:
+    def exhausted(*args, **options):
         raise MemoryError
 
     monkeypatch.setattr(Image, "open", exhausted)
@@ -194,7 +192,7 @@ def test_bombs_are_disarmed_in_bounded_memory(monkeypatch):
     """Each would unpack to 256 MiB."""
     monkeypatch.setattr(checking, "MAX_FILE_BYTES", 1 << 20)
 
-    def zeros(start: bytes, wbits: int) -> bytes:
+    def zeros(start, wbits):
         # A block after a full flush can be repeated.
         deflate = zlib.compressobj(9, wbits=wbits)
         first = deflate.compress(start) + deflate.flush(zlib.Z_FULL_FLUSH)

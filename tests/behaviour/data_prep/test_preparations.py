@@ -403,12 +403,12 @@ NAMES = st.text(
 )
 
 
-def make_input(path: str, *, class_name: str = "cat", split: str = "train") -> Input:
+def make_input(path: str) -> Input:
     name = path.rpartition(".")[0] or path
     return Input(
         path=path,
-        split=split,
-        class_name=class_name,
+        split="train",
+        class_name="cat",
         name=name,
         num_bytes=1,
     )

@@ -1,7 +1,5 @@
 """The five kinds of source: their inputs, the reasons of rejected ones, and refused sources."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import gzip
@@ -154,7 +152,7 @@ def test_splits_may_share_a_folder_by_patterns(tmp_path):
     names.append("d/x-val-0000.tar")
     write_tars(tmp_path, {name: {} for name in names})
 
-    def files(**splits: str) -> list[tuple[str, str]]:
+    def files(**splits):
         boxes = opened("webdataset", tmp_path, splits=splits).containers()
         return [(box.split, box.path) for box in boxes]
 

@@ -1,7 +1,5 @@
 """The record of what happened to a run; who is named as silent or behind, and why."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -53,7 +51,7 @@ def test_failures_are_read_as_written_by_attempt(tmp_path, monkeypatch):
         step=7,
         reported_by=3,
     )
-    flushed: list[int] = []
+    flushed = []
     monkeypatch.setattr(os, "fsync", flushed.append)
     for attempt in ("17/0", "17/1"):
         monkeypatch.setenv(ATTEMPT_VARIABLE, attempt)
@@ -260,7 +258,7 @@ def test_the_rank_that_is_behind_is_named():
 def test_every_node_records_that_the_store_of_rank_0_is_silent(
     tmp_path, monkeypatch, capsys
 ):
-    codes: list[int] = []
+    codes = []
     monkeypatch.setattr(watchdog, "end_now", codes.append)
 
     # One rank of each node writes; rank 0 itself may be gone.

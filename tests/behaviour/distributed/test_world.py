@@ -1,7 +1,5 @@
 """The device and the signals of one rank; several ranks are in tests/scripts/training."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -63,7 +61,7 @@ def test_a_rank_takes_its_own_gpu(monkeypatch):
 def test_a_driver_too_old_for_torch_is_an_error(monkeypatch):
     """torch only warns, and a training on the CPU would go on for weeks."""
 
-    def is_available() -> bool:
+    def is_available():
         warnings.warn(
             "CUDA initialization: The NVIDIA driver on your system is too old",
             stacklevel=1,
@@ -108,7 +106,7 @@ def test_a_gpu_that_slurm_gave_and_torch_does_not_find_is_a_fault_of_the_node(
 def join_all(monkeypatch: pytest.MonkeyPatch, devices: list[str | None]) -> list[Any]:
     """The device type or the error of each rank, a thread; None: a rank without its GPU."""
 
-    def pick(_: str, rank: int) -> torch.device:
+    def pick(_, rank):
         device = devices[rank]
         if device is None:
             raise UserError(f"local rank {rank} has no GPU", where="engine.device")
@@ -116,7 +114,7 @@ def join_all(monkeypatch: pytest.MonkeyPatch, devices: list[str | None]) -> list
 
     num_ranks = len(devices)
 
-    def join(rank: int) -> Any:
+    def join(rank):
         world = World(
             rank=rank,
             world_size=num_ranks,
@@ -364,7 +362,7 @@ def test_repeated_stop_signal_is_ignored(number):
 @pytest.mark.usefixtures("handlers")
 def test_a_second_ctrl_c_ends_the_rank(monkeypatch):
     """Also while it closes its files; a background job ignores all of them."""
-    ended: list[int] = []
+    ended = []
     monkeypatch.setattr(world_module, "end_now", ended.append)
     with PreemptionFlag() as stop:
         os.kill(os.getpid(), signal.SIGINT)
@@ -384,7 +382,7 @@ def test_a_second_ctrl_c_ends_the_rank(monkeypatch):
 def test_a_late_signal_is_ignored_where_another_rank_had_the_first(monkeypatch):
     """SLURM sends them to one rank after the other; all stop by the first."""
 
-    def reduced(flag: torch.Tensor, *_: Any, **__: Any) -> Any:
+    def reduced(flag, *_, **__):
         flag.fill_(1)  # of the other rank
         return SimpleNamespace(wait=lambda: None)
 

@@ -1,7 +1,5 @@
 """Which metric says how good a checkpoint is, and which of two is better."""
 
-from __future__ import annotations
-
 from tests.support.tables import rows
 from vitscale.evaluation.main_metric import score_of
 

@@ -1,8 +1,6 @@
 """Attention, its distance and rollout, components and similarities equal slow computation; what
 is missing is said, and refused by name."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -57,13 +55,13 @@ def inference_model(**settings: Any) -> InferenceModel:
     )
 
 
-def random_images(count: int, *, size: int = 16) -> torch.Tensor:
-    """uint8 [count, 3, size, size]"""
+def random_images(count: int) -> torch.Tensor:
+    """uint8 [count, 3, 16, 16]"""
     random = torch.Generator().manual_seed(0)
     return torch.randint(
         0,
         256,
-        (count, 3, size, size),
+        (count, 3, 16, 16),
         generator=random,
         dtype=torch.uint8,
     )
@@ -75,7 +73,7 @@ def maps_of(
     """By layer and head."""
     maps = {}
 
-    def keep(layer: int, head: int, p_BTT: torch.Tensor) -> None:
+    def keep(layer, head, p_BTT):
         maps[layer, head] = p_BTT
 
     read_attention(model, images, keep)

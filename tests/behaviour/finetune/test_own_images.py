@@ -1,12 +1,9 @@
 """A fine-tuning without `model` takes model and pixels of its weights; the only other split is
 evaluated; a run's card is of that run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -68,7 +65,7 @@ def test_model_and_pixels_are_those_of_the_weights(kind, tmp_path):
 
 def test_settings_of_the_user_win(tmp_path, capsys):
     init = f"init={weights('run', tmp_path)}"
-    run: Any = own(init, *SET.split())
+    run = own(init, *SET.split())
     assert run.model.image_size == 16
     assert run.model.drop_path == 0.2
     assert run.data.mean == (0, 0, 0)

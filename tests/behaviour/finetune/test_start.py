@@ -1,7 +1,5 @@
 """Fine-tuning says what its weights expect, refuses misfits, and keeps a head's rows by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -41,10 +39,10 @@ def network(num_classes: int, *, seed: int = 0, **changes: Any) -> torch.nn.Modu
     return build_model(settings.resolved(num_classes=num_classes), seed=seed)
 
 
-def load(run: FinetuneRun, *, seed: int = 1) -> tuple[list[str], Any]:
+def load(run: FinetuneRun) -> tuple[list[str], Any]:
     """The lines that a start prints, and its network of two classes with the weights of `init`."""
-    arch: Any = run.model.resolved(num_classes=2)
-    model = build_model(arch, seed=seed)
+    arch = run.model.resolved(num_classes=2)
+    model = build_model(arch, seed=1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
         _, lines = load_initial_weights(model, arch, run)
@@ -83,7 +81,7 @@ def shards(tmp_path: Path) -> Path:
 
 def values_of(shards: Path, **changes: Any) -> Values:
     """A configuration; changes: of `model` and `data`."""
-    values: Values = {
+    values = {
         "name": "x",
         "model": dict(SMALL),
         "data": {"path": str(shards), "global_batch": 64},
@@ -100,7 +98,7 @@ def write_run(
 ) -> Any:
     """The run folder of a training that has committed a checkpoint; returns its network."""
     run = FinetuneRun.model_validate(values_of(shards, **changes))
-    arch: Any = run.model.resolved(num_classes=len(classes))
+    arch = run.model.resolved(num_classes=len(classes))
     model = build_model(arch, seed=3)
 
     # A new head is zero, and rows of zeros could not be told apart.

@@ -84,11 +84,11 @@ def steps_of(chain: Chain, stage: str) -> list[ChainStep]:
     return [step for step in chain.steps if step.stage == stage]
 
 
-def write_training(step: ChainStep, *, at: int, total: int = 20) -> None:
+def write_training(step: ChainStep, *, at: int) -> None:
     """A run folder with a checkpoint."""
     step.folder.mkdir(parents=True, exist_ok=True)
     (step.folder / "config.yaml").write_text(run_to_yaml(step.run))
-    record_start(step.folder, first_step=0, total_steps=total)
+    record_start(step.folder, first_step=0, total_steps=20)
     light_save(step.folder / "checkpoints", step=at)
 
 
@@ -381,7 +381,7 @@ def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder
     manifest = folder / "shards/manifest.json"
     content = json.loads(manifest.read_text())
 
-    def note(**changes: object) -> None:
+    def note(**changes):
         manifest.write_text(json.dumps(content | changes))
 
     # A hash of a file that the settings no longer name says nothing.

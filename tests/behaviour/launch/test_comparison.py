@@ -1,7 +1,5 @@
 """Comparing runs: budgets, seeds, tables, files, the page; sending them."""
 
-from __future__ import annotations
-
 import html
 import json
 import math
@@ -589,7 +587,7 @@ def test_what_starts_elsewhere_is_a_rival(init):
 
 
 def test_a_run_without_a_second_seed_is_ranked_beside_groups():
-    def group(name: str, *top1: float) -> list[ComparedRun]:
+    def group(name, *top1):
         """One setting with a run for each of these values."""
         return [
             run(f"{name}{seed}", [value], seed=str(seed), lr=name)
@@ -626,7 +624,7 @@ def test_a_run_without_a_second_seed_is_ranked_beside_groups():
 
 
 def test_runs_without_the_metric_are_named():
-    def steps(number: int, top1: float, label: str, **params: str) -> ComparedRun:
+    def steps(number, top1, label, **params):
         return logged(*[{"val/top1": top1}] * number, label=label, **params)
 
     short = steps(4, 0.5, "short")
@@ -660,7 +658,7 @@ def test_runs_without_the_metric_are_named():
 def test_evaluations_have_no_length():
     """That of external weights is at step 0, where no training has anything."""
 
-    def evaluated(label: str, step: int, top1: float) -> ComparedRun:
+    def evaluated(label, step, top1):
         row = Row(
             step=step,
             time=1.0,
@@ -864,7 +862,7 @@ def test_an_odd_table_of_classes_is_left_out(text, tmp_path):
 
 
 def test_a_run_ended_as_it_says_or_as_its_last_attempt_shows(tmp_path):
-    def status(text: str | None) -> str:
+    def status(text):
         times = {} if text == "RUNNING" else {"ended": 10.0}
         record = RunRecord(tracking_id="x", name="a", status=text, **times)  # type: ignore[arg-type]
         return final_status(read_state(tmp_path, []), record if text else None)
@@ -914,7 +912,7 @@ def test_a_failing_server_gives_one_message(tmp_path):
 def test_a_lower_loss_is_better_than_what_it_started_from():
     """Of accuracies the higher one is, so both directions must be known."""
 
-    def lost(name: str, loss: float, *, init: str = "null") -> ComparedRun:
+    def lost(name, loss, *, init="null"):
         row = Row(step=10, time=10.0, metrics={"val/loss": loss})
         return replace(started(name, 0.5, init=init), rows=(row,))
 

@@ -265,7 +265,7 @@ def seen_by_sbatch(tmp_path, monkeypatch) -> Iterator[Submit]:
             monkeypatch.delenv(name)
     _say_once.cache_clear()
 
-    def submit(launch: LaunchSettings) -> dict[str, str]:
+    def submit(launch):
         folder = tmp_path / "job"
         folder.mkdir(exist_ok=True)
         job = StageJob(script="main.py", config="config.yaml")

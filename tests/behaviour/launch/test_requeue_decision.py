@@ -243,7 +243,7 @@ def test_slurm_and_stops_are_told_apart(tmp_path):
     # 75 is the code of a rank that was asked to stop and has saved.
     stopped = "srun: error: n1: task 0: Exited with exit code 75"
 
-    def end(code: int = 75, lines: str = stopped, **fields: str) -> Outcome:
+    def end(code=75, lines=stopped, **fields):
         return end_of(
             lines,
             tmp_path,

@@ -146,7 +146,7 @@ def test_images_have_channels_last_on_a_gpu_and_stay_so(name, monkeypatch):
     model = built(name).eval()
     layouts = []
 
-    def note(module, inputs, output) -> None:
+    def note(module, inputs, output):
         layouts.append(output.is_contiguous(memory_format=torch.channels_last))
 
     # Convolutions of 1 x 1 also run on pooled features, which have no layout to lose.

@@ -73,7 +73,7 @@ def send(folder: Path, uri: str) -> str:
 def points(store: Store, run_id: str) -> dict[int, list[float]]:
     """Step -> values of train/loss, in the order in which they were logged."""
     sql = "select step, value from metrics where run_uuid = ? and key = 'train/loss'"
-    values: dict[int, list[float]] = {}
+    values = {}
     for step, value in store.execute(f"{sql} order by step, timestamp", [run_id]):
         values.setdefault(step, []).append(value)
     return values
@@ -148,7 +148,7 @@ def test_copies_that_only_lie_there_are_runs_of_their_own(tmp_path, uri, store: 
     copies = [Path(shutil.copytree(base, tmp_path / f"copy{i}")) for i in (1, 2)]
     folders = [base, *copies]
 
-    def names() -> list[list[str]]:
+    def names():
         return [sorted(path.name for path in each.rglob("*")) for each in folders]
 
     before = names()
@@ -382,7 +382,7 @@ def test_a_run_is_found_among_thousands_of_experiments(tmp_path, uri, store: Sto
     assert send(child, uri) == second.run_id
     assert num_runs(store) == 2
 
-    def ids(limit: int) -> list[str]:
+    def ids(limit):
         runs = stored_runs(uri, "metrics.`train/loss` > 0", limit=limit)
         return [run.info.run_id for run, _ in runs]
 

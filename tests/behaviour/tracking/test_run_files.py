@@ -285,7 +285,7 @@ def test_no_server_chooses_where_files_are_written(form, run, tmp_path):
     results = run / "results.md"
     results.write_text("x\n")
 
-    def names() -> list[str]:
+    def names():
         return sorted(str(path) for path in tmp_path.rglob("*"))
 
     before = names()

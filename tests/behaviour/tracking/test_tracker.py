@@ -12,7 +12,7 @@ import wandb
 import yaml
 
 from launch.comparison.sync import sync
-from tests.support.tables import Values, refused, words
+from tests.support.tables import refused, words
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.packaged import SourceVersion
 from vitscale.distributed.events import read_events
@@ -51,7 +51,7 @@ def open_tracker(mlflow_database: Path, tmp_path, monkeypatch) -> Open:
     monkeypatch.setattr(tracker_module, "SEND_S", 0.05)
     set_version(monkeypatch, SourceVersion(commit="a" * 40, patch=""))
 
-    def open_it(config: Values = CONFIG, **changes) -> Tracker:
+    def open_it(config=CONFIG, **changes):
         folder = changes.pop("folder", tmp_path / "run")
         folder.mkdir(exist_ok=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(config))

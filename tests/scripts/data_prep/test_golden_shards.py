@@ -166,7 +166,7 @@ def test_shards_keep_their_bytes(kind, golden: Golden, tmp_path):
 def shards(golden: Golden, tmp_path_factory) -> Path:
     """A shard folder that was made when the golden files were last renewed."""
 
-    def make(folder: Path) -> None:
+    def make(folder):
         source = tmp_path_factory.mktemp("source") / "in"
         image_folder(source)
         make_shards(source, folder, "source.splits={train: train, test: test}")

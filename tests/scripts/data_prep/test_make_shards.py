@@ -106,7 +106,7 @@ def plant_faults(root: Path) -> dict[str, str | None]:
     cat = root / "cat"
     seeds = iter(range(1000, 2000))
 
-    def good(format: str = "JPEG") -> bytes:
+    def good(format="JPEG"):
         # Always another image: equal ones would be told of as such.
         return encoded(format, seed=next(seeds))
 
@@ -206,8 +206,8 @@ def test_every_planted_fault_is_in_the_ledger_with_its_reason(tmp_path):
     assert {sample["__key__"] for sample in stream} == index.keys()
 
 
-def make(source: Path, output: Path, *options: str, rc: int = 0) -> str:
-    return make_shards(source, output, "source.holdout_fraction=0.0", *options, rc=rc)
+def make(source: Path, output: Path, *options: str) -> str:
+    return make_shards(source, output, "source.holdout_fraction=0.0", *options)
 
 
 def test_small_classes_leave_and_every_class_holds_out_the_same(tmp_path):

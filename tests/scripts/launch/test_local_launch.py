@@ -49,14 +49,14 @@ def start(folder: Path, stage: str, *, before: str = "") -> subprocess.Popen[str
 def pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
     """Process ids that the stages wrote, once both have."""
 
-    def tell() -> str:
+    def tell():
         process.kill()
         return "\n".join(process.communicate())
 
-    def numbers() -> list[int]:
+    def numbers():
         return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
 
-    def have_begun() -> bool:
+    def have_begun():
         # What it printed says why it has ended.
         assert process.poll() is None, tell()
         return len(numbers()) == 2
@@ -240,7 +240,7 @@ def test_ctrl_c_ends_ranks_that_are_not_in_their_loop(tmp_path):
 def test_a_second_start_is_refused_and_records_nothing(tmp_path):
     """From the first moment on, and where ranks that no launcher has started hold the folder."""
 
-    def content() -> list[bytes]:
+    def content():
         """The events, of which there is one file; then the logs."""
         paths = [*(tmp_path / "events").iterdir(), *tmp_path.glob("*/rank_0_log.out")]
         return [path.read_bytes() for path in paths]

@@ -183,7 +183,7 @@ class SlurmCluster:
         return sum(line.endswith(" idle") for line in set(answer.stdout.splitlines()))
 
     def await_idle(self) -> None:
-        def are_idle() -> bool:
+        def are_idle():
             return self.num_idle() == len(NODES)
 
         wait_until(are_idle, else_say=self.logs, every_s=0.2)
@@ -332,7 +332,7 @@ def submit(
     folder = tmp_path / "slurm"
     folder.mkdir()
 
-    def submit_script(text: str, **changes) -> Submission:
+    def submit_script(text, **changes):
         script = folder / "main.py"
         config = folder / "config.yaml"
         script.write_text(textwrap.dedent(text))

@@ -7,8 +7,6 @@ There is one interruption for four of --storm-kills. Prints a table: for each fa
 often a person had to act, and the seconds until the first new step (median and largest).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -399,7 +397,7 @@ class Storm:
         began = time.time()
         FAULTS[fault](self)
 
-        def starts_again() -> bool:
+        def starts_again():
             # A stage that ends at this moment is not started again.
             return self.start() != before or self.stage > stage
 
@@ -462,7 +460,7 @@ class Storm:
         return self.cluster.job(self.job_id)["JobState"] == "RUNNING"
 
     def wait(self, condition: Callable[[], object], event: str) -> None:
-        def happens() -> object:
+        def happens():
             self.position()  # the next stage may have begun
             job = self.cluster.job(self.job_id)
             has_ended = job["JobState"] in ("FAILED", "CANCELLED", "NODE_FAIL")
@@ -472,7 +470,7 @@ class Storm:
                 self.act_as_status_says()
             return condition()
 
-        def say() -> str:
+        def say():
             running = stacks(self.ranks())
             return f"no {event} ({self.fault})\n{self.cluster.logs()}\n{running}"
 
@@ -567,7 +565,7 @@ def test_interruptions_change_no_bit(digits_shards: Path, tmp_path, pytestconfig
     number = max(1, pytestconfig.getoption("--storm-kills") // 4)
     rng = random.Random(pytestconfig.getoption("--storm-seed"))
     # Each fault once before any comes a second time.
-    faults: list[str] = []
+    faults = []
     while len(faults) < number:
         faults += rng.sample([*FAULTS], k=len(FAULTS))
     # For the ports that are taken.

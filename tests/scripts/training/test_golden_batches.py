@@ -1,7 +1,5 @@
 """The first global batches of training and evaluation are those of the golden files."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import partial
 from typing import Any
@@ -72,9 +70,9 @@ def stored_shards(golden: Golden, tmp_path_factory: pytest.TempPathFactory) -> N
 def test_training(golden: Golden, name):
     data = settings(TRAINING[name])
     batches = rank_batches_of(data, stop=NUM_BATCHES * BATCH, image_size=SIZE)
-    entries: list[dict[str, Any]] = []
+    entries = []
     for step, batch in enumerate(batches):
-        entry: dict[str, Any] = {"images": rows(batch)}
+        entry = {"images": rows(batch)}
         entries.append(entry)
         # Mixing is not the loader's: the training does it, on the device.
         if data.mixing is not None:

@@ -47,7 +47,7 @@ STOPPED = fault("backward", 21, "SIGTERM")
 
 @pytest.fixture(scope="module")
 def stored(golden: Golden, warm_starter: WarmStarter, tmp_path_factory) -> Path:
-    def make(path: Path) -> None:
+    def make(path):
         folder = tmp_path_factory.mktemp("made")
         train(warm_starter, folder, num_ranks=2, faults={1: [KILLED]})
         zero = "engine.zero_stage=0"

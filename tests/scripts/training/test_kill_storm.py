@@ -134,7 +134,7 @@ def await_moment(
 ) -> bool:
     """Wait for a random moment of a start; False when the run was over first."""
 
-    def are_running() -> bool:
+    def are_running():
         return all(rank.poll() is None for rank in ranks)
 
     rows = num_rows(folder) + rng.randrange(15)
@@ -304,7 +304,7 @@ def check_end(case: Case, ranks: list[WarmRank], folder: Path) -> None:
         # A stopped process ends only when somebody kills it.
         waiting = others
 
-    def is_reached() -> bool:
+    def is_reached():
         # A call of this number may never come; the training then ends by itself.
         return (folder / "fault").exists() or all(rank.poll() == 0 for rank in ranks)
 

@@ -1,7 +1,5 @@
 """Make images of every kind, with Pillow or chunk by chunk."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib
@@ -187,7 +185,7 @@ def small_samples() -> dict[str, bytes]:
     rgba = Image.fromarray(pixels(4))
     # Two frames that differ everywhere: only the first one is the image.
     second = Image.fromarray(255 - random)
-    frames: dict[str, Any] = {"save_all": True, "append_images": [second]}
+    frames = {"save_all": True, "append_images": [second]}
     images = {
         "rgb": rgb,
         "rgba": rgba,
