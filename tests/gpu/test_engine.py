@@ -21,7 +21,6 @@ from tests.support.engine.reference_cases import (
     name_of,
     train_reference,
 )
-from tests.support.reference_training import Machine
 from tests.support.tables import every
 from vitscale.checkpoint.store import CheckpointStore, read_tensors
 from vitscale.data.loader import Batch
@@ -104,9 +103,7 @@ def reference_cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("task_name", "machine", "compiled"), reference_cases())
-def test_a_training_is_that_of_the_reference(
-    world: World, task_name, machine: Machine, compiled
-):
+def test_a_training_is_that_of_the_reference(world, task_name, machine, compiled):
     training = Training(task_name, machine, world, compiled=compiled)
     training.train(STEPS)
     ours = training.finish()
@@ -120,9 +117,7 @@ def test_a_training_is_that_of_the_reference(
 
 
 @every(stage="0, 1, 3")
-def test_a_save_waits_for_no_kernel_and_moves_bit_for_bit(
-    world: World, tmp_path, stage
-):
+def test_a_save_waits_for_no_kernel_and_moves_bit_for_bit(world, tmp_path, stage):
     """What a resumed training computes from the same bits may differ in the last ones."""
     first, second = (EngineLoop(task(world, **BF16), world, stage=stage) for _ in "ab")
     engine = first.engine
@@ -171,7 +166,7 @@ def test_a_save_waits_for_no_kernel_and_moves_bit_for_bit(
         loop.engine.close()
 
 
-def test_peak_memory_is_that_of_the_dry_run(world: World):
+def test_peak_memory_is_that_of_the_dry_run(world):
     """Of B/16 in bf16, compiled, within 10 %; docs/benchmarks.md has larger models."""
     chosen = {"preset": "B/16", "num_classes": 1000}
     loop = EngineLoop(task(world, batch=128, model=chosen, **COMPILED), world)
@@ -230,7 +225,7 @@ KERNELS = (
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_attention_kernels_equal_the_formula(device, kernel: SDPBackend):
+def test_attention_kernels_equal_the_formula(device, kernel):
     """Features and gradients in bf16, beside fp32 without a fused kernel."""
     arch = ViTSettings.model_validate(SMALL).resolved(num_classes=10)
     random = torch.Generator().manual_seed(0)

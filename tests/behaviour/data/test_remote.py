@@ -173,7 +173,7 @@ def content_of(url: str, name: str = "a.bin") -> bytes:
 
 
 @every(fault="error, drop, short, no_ranges, slow")
-def test_a_transient_fault_is_retried(folder, server: RangeServer, fault, monkeypatch):
+def test_a_transient_fault_is_retried(folder, server, fault, monkeypatch):
     monkeypatch.setattr(remote, "CHUNK_BYTES", 4000)
 
     # Two requests of three fail, so each piece is asked for again.
@@ -193,7 +193,7 @@ def test_a_transient_fault_is_retried(folder, server: RangeServer, fault, monkey
 - [forbidden, storage, 403.*; 1 requests]
 - [missing, bad input, ; 1 requests]
 """)
-def test_a_lasting_fault_is_one_error(server: RangeServer, fault, kind, text, capsys):
+def test_a_lasting_fault_is_one_error(server, fault, kind, text, capsys):
     """In time, and said meanwhile; a refusal at once."""
     server.fault = lambda path, number: fault
     with refused(rf"a\.bin: cannot be read .*{text}") as caught:
@@ -342,7 +342,7 @@ def cache(tmp_path, log: Path) -> Cache:
     return Cache(tmp_path)
 
 
-def test_the_least_recently_used_file_is_evicted_first(cache: Cache):
+def test_the_least_recently_used_file_is_evicted_first(cache):
     for number in range(3):
         cache.use(number, seconds_ago=100 - number)
     assert cache.read(0) == content(0)[5:12]  # used just now
@@ -352,7 +352,7 @@ def test_the_least_recently_used_file_is_evicted_first(cache: Cache):
     assert cache.held() == [0, 2, 3]
 
 
-def test_a_prefetch_evicts_nothing_in_use(cache: Cache):
+def test_a_prefetch_evicts_nothing_in_use(cache):
     for number in range(3):
         cache.use(number, seconds_ago=0)
 
@@ -364,7 +364,7 @@ def test_a_prefetch_evicts_nothing_in_use(cache: Cache):
     assert cache.held() == [1, 2, 3]
 
 
-def test_damage_is_fetched_again_and_never_kept(cache: Cache, log):
+def test_damage_is_fetched_again_and_never_kept(cache, log):
     """On the local disk, and where the bytes are stored."""
 
     shard = cache.file(1)
@@ -400,7 +400,7 @@ def test_a_cache_that_cannot_keep_a_file_is_one_error(tmp_path, log):
         open_cache(None)
 
 
-def test_partial_files_of_a_killed_process_are_removed(cache: Cache):
+def test_partial_files_of_a_killed_process_are_removed(cache):
     # What a killed process leaves: the beginning of a download, under its own name.
     left = cache.folder / f"{cache.file(1).blake3_hex}.part"
     left.write_bytes(content(0))
@@ -498,7 +498,7 @@ def flaky(path: str, number: int) -> str | None:
 
 
 def test_every_layout_gives_the_batches_of_local_shards(
-    run: Run, server: RangeServer, undisturbed, tmp_path
+    run, server, undisturbed, tmp_path
 ):
     server.fault = flaky
     # Resumed on another layout, with the cache of the first.
@@ -520,7 +520,7 @@ def test_every_layout_gives_the_batches_of_local_shards(
 
 
 def test_each_shard_is_prefetched_once_within_the_cache_size(
-    run: Run, server: RangeServer, undisturbed, tmp_path
+    run, server, undisturbed, tmp_path
 ):
     # In this process: workers end in the middle of a fetch, which another then begins again.
     assert batches_of(run, stop=1) == undisturbed[:1]
@@ -553,9 +553,7 @@ def test_each_shard_is_prefetched_once_within_the_cache_size(
 - [0, error]
 - [2, missing]
 """)
-def test_an_outage_ends_the_run_and_names_the_shard(
-    run: Run, server: RangeServer, workers, fault
-):
+def test_an_outage_ends_the_run_and_names_the_shard(run, server, workers, fault):
     """An outage is no bit rot: substituting would make runs non-deterministic."""
     server.fault = lambda path, number: fault if path.endswith(".tar") else None
     with refused(r"(?s)train-0000\d\d\.tar: cannot be read.*requests"):

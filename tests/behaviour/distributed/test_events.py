@@ -332,7 +332,7 @@ def test_bad_input_is_what_all_ranks_raise(monkeypatch, failing):
 
 
 @every(error=[StorageError("full"), WorkerError("died"), KeyError("lost")])
-def test_other_kinds_stay_what_they_are(error: Exception):
+def test_other_kinds_stay_what_they_are(error):
     ranks = Ranks(2)
     assert ranks.dogs[1]._judged(error) is error
 
@@ -391,7 +391,7 @@ def test_kinds_of_errors():
 
 
 def test_what_the_loop_begins_is_progress_and_what_a_save_begins_is_not(
-    world: World, monkeypatch
+    world, monkeypatch
 ):
     """Threads that save go on while the loop of their rank hangs."""
     sizes = iter((2, 1) * 2)  # a group of one is made for several

@@ -144,7 +144,7 @@ def started(
 - [{model: {dropout: 0.1, drop_path: 0.2}}, null]
 """)
 def test_our_own_runs_are_compared_as_other_weights_are(
-    shards: Path, tmp_path, changes, words
+    shards, tmp_path, changes, words
 ):
     write_run(tmp_path / "run", shards)
     lines, _ = started(shards, tmp_path / "run", **changes)
@@ -158,9 +158,7 @@ def test_our_own_runs_are_compared_as_other_weights_are(
 
 
 @words(kind="run safetensors huggingface")
-def test_another_number_of_heads_is_refused_where_it_is_known(
-    shards: Path, tmp_path, kind
-):
+def test_another_number_of_heads_is_refused_where_it_is_known(shards, tmp_path, kind):
     """The tensors fit, whatever the heads."""
     init = tmp_path / "init"
     if kind == "run":
@@ -176,7 +174,7 @@ def test_another_number_of_heads_is_refused_where_it_is_known(
         started(shards, init, model={"num_heads": 6, "width": 384})
 
 
-def test_an_unfinished_run_is_called_so(shards: Path, tmp_path):
+def test_an_unfinished_run_is_called_so(shards, tmp_path):
     run = tmp_path / "run"
     pixels = {"interpolation": "bicubic", "eval_interpolation": "bilinear"}
     write_run(run, shards, data=pixels, objective={"loss": "bce"})
@@ -193,7 +191,7 @@ def test_an_unfinished_run_is_called_so(shards: Path, tmp_path):
         assert lines[0].endswith(ending)
 
 
-def test_a_head_of_a_run_is_kept_by_name(shards: Path, tmp_path):
+def test_a_head_of_a_run_is_kept_by_name(shards, tmp_path):
     run = tmp_path / "run"
     source = write_run(run, shards, classes=("dog", "cat"))
     lines, model = started(shards, run)
@@ -217,7 +215,7 @@ def test_a_head_of_a_run_is_kept_by_name(shards: Path, tmp_path):
 - [[cat, dog], {representation_layer: true}, false]
 """)
 def test_by_default_a_head_is_kept_for_the_same_classes(
-    shards: Path,
+    shards,
     tmp_path,
     classes,
     changes,

@@ -318,7 +318,7 @@ def texts(chain: Chain, stage: str) -> set[str]:
     return {states[step.name].text for step in steps_of(chain, stage)}
 
 
-def test_a_run_is_done_when_its_folder_says_so(chain: Chain):
+def test_a_run_is_done_when_its_folder_says_so(chain):
     (pretrain,) = steps_of(chain, "pretrain")
     assert texts(chain, "shards") == {"done"}
     assert texts(chain, "pretrain") == {"missing"}
@@ -346,7 +346,7 @@ def test_a_run_is_done_when_its_folder_says_so(chain: Chain):
     assert texts(chain, "pretrain") == {"resumable (step 7)"}
 
 
-def test_a_run_with_other_settings_is_repeated_or_refused(chain: Chain, folder):
+def test_a_run_with_other_settings_is_repeated_or_refused(chain, folder):
     path = folder / "chain.yaml"
     train(chain, "pretrain", "finetune")
     for step in steps_of(chain, "evaluate"):
@@ -372,7 +372,7 @@ def test_a_run_with_other_settings_is_repeated_or_refused(chain: Chain, folder):
         check_unchanged(chain_states(chain_of(path)))
 
 
-def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder):
+def test_shards_with_other_settings_or_no_input_are_refused(chain, folder):
     # A pre-training that is repeated may end with other weights.
     train(chain, "finetune")
     with refused("starts from is missing or incomplete: shards, pretrain"):
@@ -403,7 +403,7 @@ def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder
         check_unchanged(chain_states(chain))
 
 
-def test_a_file_that_a_setting_names_counts_as_the_setting(folder, chain: Chain):
+def test_a_file_that_a_setting_names_counts_as_the_setting(folder, chain):
     """For every such setting: test_preparations."""
     labels = folder / "list.csv"
     labels.write_bytes(b"a,b\n")
@@ -426,7 +426,7 @@ def test_a_file_that_a_setting_names_counts_as_the_setting(folder, chain: Chain)
     assert texts(chain, "shards") == {"done"}
 
 
-def test_a_dry_run_writes_nothing(chain: Chain, folder):
+def test_a_dry_run_writes_nothing(chain, folder):
     text = describe_chain(chain_of(folder / "chain.yaml", cluster="slurm"))
     assert "finetune/lr-0.001_seed-4  finetune   shards, pretrain  missing" in text
 

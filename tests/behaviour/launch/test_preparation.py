@@ -282,7 +282,7 @@ def seen_by_sbatch(tmp_path, monkeypatch) -> Iterator[Submit]:
 
 
 def test_variables_of_the_shell_override_nothing_that_a_run_says(
-    seen_by_sbatch: Submit, monkeypatch, capsys
+    seen_by_sbatch, monkeypatch, capsys
 ):
     settings = {}
     for name, (value, setting) in OF_SITE.items():
@@ -308,9 +308,7 @@ def test_variables_of_the_shell_override_nothing_that_a_run_says(
     assert capsys.readouterr().err == ""
 
 
-def test_the_site_decides_what_a_run_leaves_to_it(
-    seen_by_sbatch: Submit, monkeypatch, capsys
-):
+def test_the_site_decides_what_a_run_leaves_to_it(seen_by_sbatch, monkeypatch, capsys):
     values = {name: value for name, (value, _) in OF_SITE.items()}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
@@ -323,7 +321,7 @@ def test_the_site_decides_what_a_run_leaves_to_it(
 
 
 def test_a_job_around_the_shell_gives_nothing_to_the_new_one(
-    seen_by_sbatch: Submit, monkeypatch, capsys
+    seen_by_sbatch, monkeypatch, capsys
 ):
     of_job = "SLURM_JOB_ID SLURM_NTASKS SLURM_JOB_GPUS SLURMD_NODENAME".split()
     for name in of_job:

@@ -117,7 +117,7 @@ def run(tmp_path) -> RunFolder:
     return RunFolder(tmp_path / "vit")
 
 
-def test_a_started_job_is_running(run: RunFolder):
+def test_a_started_job_is_running(run):
     run.checkpoint(50)
     run.attempt(None)
     running = job("RUNNING", nodes="n[1-2]")
@@ -132,7 +132,7 @@ def test_a_started_job_is_running(run: RunFolder):
     assert "step 64 of 100 (64%), 812 img/s, MFU 40.0%, 0:01:02 left; job" in line
 
 
-def test_a_run_without_new_lines_says_so(run: RunFolder):
+def test_a_run_without_new_lines_says_so(run):
     running = job("RUNNING", start=NOW - 60)
     run.log(2, ago=50)
     run.log(4, ago=40)
@@ -145,7 +145,7 @@ def test_a_run_without_new_lines_says_so(run: RunFolder):
     assert "left" not in line_of(state, now=NOW)
 
 
-def test_a_complete_run_is_finished(run: RunFolder):
+def test_a_complete_run_is_finished(run):
     run.log(98)
     run.log(100, **{"val/top1": 0.75})
 
@@ -167,7 +167,7 @@ ended by SLURM | stopped
 failed         | failed
                | failed
 """)
-def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, ending, state):
+def test_the_last_attempt_says_how_a_run_ended(run, ending, state):
     run.log(10)
     # A success between: only attempts that ended otherwise count as restarts.
     for number, word in enumerate((ending, "done", ending), start=1):
@@ -182,7 +182,7 @@ def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, ending, state):
     assert (": why" in run.line()) == is_ended
 
 
-def test_without_slurm_an_open_attempt_counts_as_running(run: RunFolder):
+def test_without_slurm_an_open_attempt_counts_as_running(run):
     run.attempt(None)
     # None: nothing is known of jobs, which is not the same as no job.
     state = read_state(run.folder, None)
@@ -190,7 +190,7 @@ def test_without_slurm_an_open_attempt_counts_as_running(run: RunFolder):
     assert state.place.endswith("on n1, n2, as its records say: SLURM does not answer")
 
 
-def test_a_process_of_this_machine_is_running(run: RunFolder):
+def test_a_process_of_this_machine_is_running(run):
     """Started by launch/local.py, or by another launcher."""
     record_start(run.folder, first_step=0, total_steps=9)
     state = read_state(run.folder, None)
@@ -198,7 +198,7 @@ def test_a_process_of_this_machine_is_running(run: RunFolder):
     assert state.place == f"process {os.getpid()} on this machine"
 
 
-def test_an_evaluation_that_is_repeated_is_running(run: RunFolder):
+def test_an_evaluation_that_is_repeated_is_running(run):
     (run.folder / "results.json").touch()
     assert read_state(run.folder, None).state is RunState.FINISHED
 
@@ -210,7 +210,7 @@ def test_an_evaluation_that_is_repeated_is_running(run: RunFolder):
     assert read_state(run.folder, None).state is RunState.FINISHED
 
 
-def test_a_training_of_another_launcher_has_failed(run: RunFolder):
+def test_a_training_of_another_launcher_has_failed(run):
     run.log(4)
     assert read_state(run.folder, []).state is RunState.STOPPED
 
@@ -224,14 +224,14 @@ def test_a_training_of_another_launcher_has_failed(run: RunFolder):
     assert ": the disk is full (storage, step 4)" in run.line()
 
 
-def test_a_job_without_nodes_waits_for_what_slurm_says(run: RunFolder):
+def test_a_job_without_nodes_waits_for_what_slurm_says(run):
     """JOB STATE CODES of `man squeue`."""
     run.attempt(Ending.STOPPED)
     for state in "REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT SUSPENDED".split():
         assert read_state(run.folder, [job(state)]).state is RunState.PAUSED
 
 
-def test_an_array_runs_while_a_task_does(run: RunFolder):
+def test_an_array_runs_while_a_task_does(run):
     # One task waits while another runs.
     live = [
         job("PENDING", job_id=f"{JOB}_2"),
@@ -264,7 +264,7 @@ def test_an_array_runs_while_a_task_does(run: RunFolder):
     assert read_state(run.folder, []).state is RunState.FINISHED
 
 
-def test_several_runs_are_ordered_and_counted(run: RunFolder):
+def test_several_runs_are_ordered_and_counted(run):
     other = RunFolder(run.folder.parent / "other")
     endings = (Ending.STOPPED, Ending.FAILED, Ending.STOPPED, Ending.DONE)
     for number, ending in enumerate(endings, start=1):
@@ -360,7 +360,7 @@ LIBRARIES = ("/usr/lib/*/slurm-wlm/libslurmfull.so", "/usr/lib*/slurm/libslurmfu
 
 
 @lines(TO_DO)
-def test_a_job_that_waits_says_what_to_do(run: RunFolder, state, reason, to_do):
+def test_a_job_that_waits_says_what_to_do(run, state, reason, to_do):
     assert to_do in run.line(job(state, reason=reason or None))
 
 
@@ -398,7 +398,7 @@ def test_slurm_has_no_reason_without_advice():
 
 @lines(ENDS)
 def test_an_end_that_no_attempt_has_recorded_is_explained(
-    run: RunFolder,
+    run,
     attempt,
     state,
     reason,
@@ -415,7 +415,7 @@ def test_an_end_that_no_attempt_has_recorded_is_explained(
     assert line in run.line(*jobs)
 
 
-def test_an_attempt_that_follows_the_submission_counts(run: RunFolder):
+def test_an_attempt_that_follows_the_submission_counts(run):
     # Submitted again since: how the job before it ended no longer matters.
     for moment, is_later in ((NOW - 90, True), (NOW, False)):
         run.submit(moment)
@@ -424,7 +424,7 @@ def test_an_attempt_that_follows_the_submission_counts(run: RunFolder):
 
 
 @every(node_ahead="-300, 0, 300", here_ahead="-300, 0, 300")
-def test_clocks_that_differ_change_no_age(run: RunFolder, here_ahead, node_ahead):
+def test_clocks_that_differ_change_no_age(run, here_ahead, node_ahead):
     # The node writes records with its clock; who looks has another one.
     began = NOW - 60 + node_ahead
     run.attempt(None, started=began)

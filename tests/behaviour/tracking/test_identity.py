@@ -94,7 +94,7 @@ def test_a_copy_that_goes_on_is_another_run(
     in_mlflow_before,
     tmp_path,
     uri,
-    store: Store,
+    store,
 ):
     base = tmp_path / "base"
     branch = tmp_path / "branch"
@@ -142,7 +142,7 @@ def test_a_copy_that_goes_on_is_another_run(
     assert tags["vitscale.copied_from"] == origin.tracking_id
 
 
-def test_copies_that_only_lie_there_are_runs_of_their_own(tmp_path, uri, store: Store):
+def test_copies_that_only_lie_there_are_runs_of_their_own(tmp_path, uri, store):
     base = tmp_path / "base"
     train(base, last=30)
     copies = [Path(shutil.copytree(base, tmp_path / f"copy{i}")) for i in (1, 2)]
@@ -164,7 +164,7 @@ def test_copies_that_only_lie_there_are_runs_of_their_own(tmp_path, uri, store: 
     assert len({*wandb_ids}) == 3
 
 
-def test_a_moved_folder_stays_the_same_run(tmp_path, uri, store: Store):
+def test_a_moved_folder_stays_the_same_run(tmp_path, uri, store):
     base = tmp_path / "base"
     train(base, last=30)
     run_id = send(base, uri)
@@ -190,9 +190,7 @@ def test_a_moved_folder_stays_the_same_run(tmp_path, uri, store: Store):
     assert send(tmp_path / "link", uri) == run_id
 
 
-def test_a_folder_that_goes_on_under_another_name_is_another_run(
-    tmp_path, uri, store: Store
-):
+def test_a_folder_that_goes_on_under_another_name_is_another_run(tmp_path, uri, store):
     base = tmp_path / "base"
     train(base, last=30)
     first = send(base, uri)
@@ -212,9 +210,7 @@ def test_a_folder_that_goes_on_under_another_name_is_another_run(
     assert max(points(store, first)) == 30
 
 
-def test_folders_that_cannot_see_each_other_never_share_a_run(
-    tmp_path, uri, store: Store
-):
+def test_folders_that_cannot_see_each_other_never_share_a_run(tmp_path, uri, store):
     """A copy on another machine: the path of the original is not there."""
     base = tmp_path / "base"
     far = tmp_path / "far"
@@ -246,7 +242,7 @@ def test_folders_that_cannot_see_each_other_never_share_a_run(
     assert send(base, uri) == second
 
 
-def test_a_run_of_an_earlier_version_is_told_by_mlflow(tmp_path, uri, store: Store):
+def test_a_run_of_an_earlier_version_is_told_by_mlflow(tmp_path, uri, store):
     """Its events do not name the folder."""
     base = tmp_path / "base"
     train(base, last=30)
@@ -271,7 +267,7 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
     tmp_path,
     uri,
     capsys,
-    store: Store,
+    store,
     monkeypatch,
 ):
     folder = tmp_path / "run"
@@ -364,7 +360,7 @@ def add_experiments(store: Store, num: int) -> None:
     store.execute("commit")
 
 
-def test_a_run_is_found_among_thousands_of_experiments(tmp_path, uri, store: Store):
+def test_a_run_is_found_among_thousands_of_experiments(tmp_path, uri, store):
     parent = tmp_path / "parent"
     child = tmp_path / "child"
     train(parent, last=30)

@@ -20,7 +20,6 @@ from vitscale.tracking import tracker as tracker_module
 from vitscale.tracking.journal import read_rows
 from vitscale.tracking.mlflow_sync import (
     MlflowRun,
-    Status,
     close_run,
     read_record,
     stored_runs,
@@ -104,7 +103,7 @@ def send(folder: Path, database: Path) -> MlflowRun:
     return run
 
 
-def test_a_start_says_which_steps_its_journal_lacks(open_tracker: Open):
+def test_a_start_says_which_steps_its_journal_lacks(open_tracker):
     # Lines at 5 and 10, lost but for a start at 0; then a checkpoint one step or more after them.
     lines = []
     for first, resume_step in ((10, 0), (0, 14), (0, 15)):
@@ -119,7 +118,7 @@ def test_a_start_says_which_steps_its_journal_lacks(open_tracker: Open):
     assert lines == ["journal.jsonl has no lines of steps 11 to 15"]
 
 
-def test_a_resumed_run_is_one_run_with_each_step_once(open_tracker: Open, store: Store):
+def test_a_resumed_run_is_one_run_with_each_step_once(open_tracker, store):
     lines = []
     with pytest.raises(SystemExit), open_tracker(say=lines.append) as first:
         log_steps(first, range(1, 11))
@@ -148,7 +147,7 @@ def test_a_resumed_run_is_one_run_with_each_step_once(open_tracker: Open, store:
 
 
 def test_a_start_at_step_0_continues_an_unfinished_run_of_the_same_settings_and_code(
-    open_tracker: Open, store: Store, monkeypatch
+    open_tracker, store, monkeypatch
 ):
     for _ in range(2):
         open_tracker().close(status="PAUSED")
@@ -162,7 +161,7 @@ def test_a_start_at_step_0_continues_an_unfinished_run_of_the_same_settings_and_
 
 
 def test_what_a_run_shows_is_without_secrets(
-    open_tracker: Open, store: Store, mlflow_database, monkeypatch
+    open_tracker, store, mlflow_database, monkeypatch
 ):
     # Several nodes cannot share an SQLite file, so in a job nothing is sent to it.
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
@@ -223,7 +222,7 @@ def test_what_a_run_shows_is_without_secrets(
     )
 
 
-def test_a_run_that_mlflow_lost_is_sent_again(open_tracker: Open, store: Store):
+def test_a_run_that_mlflow_lost_is_sent_again(open_tracker, store):
     with open_tracker() as tracker:
         log_steps(tracker, range(1, 5))
     # As after somebody has deleted the run for good; the folder still has its id.
@@ -234,7 +233,7 @@ def test_a_run_that_mlflow_lost_is_sent_again(open_tracker: Open, store: Store):
     assert select(store, "step from metrics where key = 'zero'") == [*range(1, 7)]
 
 
-def test_other_ranks_and_an_invalid_address_write_nothing(open_tracker: Open, tmp_path):
+def test_other_ranks_and_an_invalid_address_write_nothing(open_tracker, tmp_path):
     with open_tracker(is_writer=False) as tracker:
         log_steps(tracker, range(1, 3))
     with refused("tracking.uri"):
@@ -243,7 +242,7 @@ def test_other_ranks_and_an_invalid_address_write_nothing(open_tracker: Open, tm
 
 
 def test_a_store_that_fails_is_a_warning_and_a_missing_package_an_error(
-    open_tracker: Open, tmp_path, monkeypatch
+    open_tracker, tmp_path, monkeypatch
 ):
     run = tmp_path / "run"
     run.mkdir()
@@ -269,7 +268,7 @@ def test_a_store_that_fails_is_a_warning_and_a_missing_package_an_error(
         open_tracker(settings={"also": ("wandb",)})
 
 
-def test_logging_does_not_wait_for_the_store(open_tracker: Open, store: Store):
+def test_logging_does_not_wait_for_the_store(open_tracker, store):
     with open_tracker() as tracker:
         # Nobody else can write now, and all steps are logged in the meantime.
         store.execute("begin exclusive")
@@ -279,7 +278,7 @@ def test_logging_does_not_wait_for_the_store(open_tracker: Open, store: Store):
 
 
 def test_the_node_is_watched_until_the_run_ends(
-    open_tracker: Open, store: Store, mlflow_database, monkeypatch
+    open_tracker, store, mlflow_database, monkeypatch
 ):
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
     cpu = "key from metrics where key like 'system/cpu_utilization_percentage'"
@@ -311,7 +310,7 @@ def folder(open_tracker: Open, tmp_path) -> Path:
     return run
 
 
-def test_a_copy_is_completed_and_made_once(folder, store: Store, mlflow_database):
+def test_a_copy_is_completed_and_made_once(folder, store, mlflow_database):
     def content():
         tables = [
             select(store, f"* from {name}")
@@ -356,7 +355,7 @@ def test_a_copy_is_completed_and_made_once(folder, store: Store, mlflow_database
 
 
 def test_runs_name_the_run_that_their_weights_come_from(
-    folder, store: Store, mlflow_database, open_tracker: Open
+    folder, store, mlflow_database, open_tracker
 ):
     """Also where all are sent by one command, which names them in any order."""
     (folder / "results.json").unlink()  # a link
@@ -384,7 +383,7 @@ def test_runs_name_the_run_that_their_weights_come_from(
 
 
 def test_files_are_uploaded_to_the_run_of_a_folder(
-    open_tracker: Open, folder, mlflow_database
+    open_tracker, folder, mlflow_database
 ):
     lines = []
     file = folder / "results.csv"
@@ -417,7 +416,7 @@ def test_final_status_follows_the_error():
 
 @words(status="KILLED FAILED")
 def test_a_launcher_says_how_a_killed_process_ended(
-    open_tracker: Open, folder: Path, store: Store, status: Status
+    open_tracker, folder, store, status
 ):
     """One that has said it itself is left alone, and so is a folder without a record."""
     open_tracker().close(status="PAUSED")

@@ -9,7 +9,6 @@ import pytest
 
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
-from tests.support.golden import Golden
 from tests.support.waiting import ROOT
 from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run
@@ -209,7 +208,7 @@ def report(path: str, *overrides: str) -> str:
     return "\n".join(error.text() for error in caught.value.errors)
 
 
-def test_every_report_reads_as_it_did(here, golden: Golden):
+def test_every_report_reads_as_it_did(here, golden):
     blocks = []
     for command in words_of(COMMANDS):
         blocks.append(f"$ {' '.join(command)}\n{report(*command)}\n")

@@ -146,7 +146,7 @@ def contents(folder: Path) -> Values:
 
 
 @every(kind=[*KINDS, "held out"])
-def test_shards_keep_their_bytes(kind, golden: Golden, tmp_path):
+def test_shards_keep_their_bytes(kind, golden, tmp_path):
     source = tmp_path / "in"
     shards = tmp_path / "out"
     if kind == "held out":
@@ -179,5 +179,5 @@ def test_a_stored_folder_is_valid(shards):
     assert "valid" in run_script("verify_shards", shards)
 
 
-def test_a_stored_folder_has_the_contents_of_a_new_one(shards, golden: Golden):
+def test_a_stored_folder_has_the_contents_of_a_new_one(shards, golden):
     golden.json("shards/image_folder.json", contents(shards))

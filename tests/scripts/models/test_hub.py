@@ -176,9 +176,7 @@ def hub(scripts: Scripts, tmp_path) -> Iterator[Hub]:
     importlib.reload(constants)
 
 
-def test_what_is_pushed_comes_back_in_equal_bits(
-    scripts: Scripts, from_npz: Run, hub: Hub, tmp_path
-):
+def test_what_is_pushed_comes_back_in_equal_bits(scripts, from_npz, hub, tmp_path):
     """A training fetches it once for two ranks, and when it resumes keeps what it started from."""
     # Of an earlier push in another format, and a file of the owner's.
     before = {"preprocessor_config.json": b"of an earlier push", "mine.txt": b""}
@@ -229,9 +227,7 @@ OWN = """
 """.split()
 
 
-def test_published_weights_are_fine_tuned_by_their_name_alone(
-    scripts: Scripts, hub: Hub, tmp_path
-):
+def test_published_weights_are_fine_tuned_by_their_name_alone(scripts, hub, tmp_path):
     """Model, image size and pixels are those that the repository states."""
     # No value is a default, which would be right by chance.
     pixels = {"mean": (0.1, 0.2, 0.3), "eval_interpolation": "bicubic"}
@@ -266,9 +262,7 @@ def files_of(folder: Path) -> Files:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_ranks_fetch_once_and_nothing_that_runs(
-    scripts: Scripts, hub: Hub, tmp_path, monkeypatch
-):
+def test_ranks_fetch_once_and_nothing_that_runs(scripts, hub, tmp_path, monkeypatch):
     """Later, without a hub, what was fetched is used."""
     exported = tmp_path / "out"
     scripts.run("export", f"init={NPZ}", "--to", "safetensors", exported)
@@ -287,7 +281,7 @@ def test_ranks_fetch_once_and_nothing_that_runs(
     assert open_model(HF).source.startswith(f"{HF}@{commit}, ")
 
 
-def test_bad_input_is_one_error(hub: Hub, scripts: Scripts, tmp_path, monkeypatch):
+def test_bad_input_is_one_error(hub, scripts, tmp_path, monkeypatch):
     hub.commit("own/Tiny", {"pytorch_model.bin": b"pickle", "config.json": b"{}"})
     # What is fetched: the name, the repository, its commit, its content.
     messages = {

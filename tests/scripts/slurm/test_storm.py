@@ -561,7 +561,7 @@ def disk_that_can_hang(folder: Path) -> Iterator[Path]:
 @pytest.mark.slurm
 @pytest.mark.exhaustive
 @pytest.mark.timeout(0)
-def test_interruptions_change_no_bit(digits_shards: Path, tmp_path, pytestconfig):
+def test_interruptions_change_no_bit(digits_shards, tmp_path, pytestconfig):
     number = max(1, pytestconfig.getoption("--storm-kills") // 4)
     rng = random.Random(pytestconfig.getoption("--storm-seed"))
     # Each fault once before any comes a second time.

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.scripts.slurm.conftest import SlurmCluster
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.runs import TINY
 from tests.support.waiting import PATIENCE_S, ROOT
@@ -48,7 +47,7 @@ def checkout(tmp_path) -> Path:
     return folder
 
 
-def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout):
+def test_a_job_runs_the_code_as_it_was_submitted(slurm, checkout):
     jobs = checkout / "runs/tiny/slurm"
 
     def submit(*arguments):

@@ -67,7 +67,7 @@ def stored_shards(golden: Golden, tmp_path_factory: pytest.TempPathFactory) -> N
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_training(golden: Golden, name):
+def test_training(golden, name):
     data = settings(TRAINING[name])
     batches = rank_batches_of(data, stop=NUM_BATCHES * BATCH, image_size=SIZE)
     entries = []
@@ -93,7 +93,7 @@ def test_training(golden: Golden, name):
 
 
 @pytest.mark.parametrize("name", EVALUATION)
-def test_evaluation(golden: Golden, name):
+def test_evaluation(golden, name):
     data = settings(EVALUATION[name])
     index = open_val_split(data)
     assert index is not None

@@ -38,21 +38,19 @@ def supervised(warm_starter: WarmStarter, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def test_supervised(supervised, golden: Golden):
+def test_supervised(supervised, golden):
     check_curves(golden, "supervised", supervised)
 
 
 @every(name=OBJECTIVES)
-def test_objectives_without_labels(
-    warm_starter: WarmStarter, tmp_path, golden: Golden, name
-):
+def test_objectives_without_labels(warm_starter, tmp_path, golden, name):
     run(warm_starter, "pretrain/main.py", tmp_path, *OBJECTIVES[name])
     check_curves(golden, name, tmp_path / "run")
     # Drawn at the end; an empty picture is smaller.
     assert (tmp_path / "run/pictures/reconstructions.png").stat().st_size > 1000
 
 
-def test_distillation(warm_starter: WarmStarter, supervised, tmp_path, golden: Golden):
+def test_distillation(warm_starter, supervised, tmp_path, golden):
     run(
         warm_starter,
         "pretrain/main.py",
@@ -64,9 +62,7 @@ def test_distillation(warm_starter: WarmStarter, supervised, tmp_path, golden: G
     check_curves(golden, "distillation", tmp_path / "run")
 
 
-def test_finetuning_at_a_higher_resolution(
-    warm_starter: WarmStarter, supervised, tmp_path, golden: Golden
-):
+def test_finetuning_at_a_higher_resolution(warm_starter, supervised, tmp_path, golden):
     run(
         warm_starter,
         "finetune/main.py",

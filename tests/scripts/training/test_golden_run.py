@@ -115,7 +115,7 @@ def test_it_is_read(stored):
 - [16, engine.zero_stage=3, 2]
 """)
 def test_it_resumes_with_the_golden_losses(
-    stored, golden: Golden, warm_starter: WarmStarter, tmp_path, step, layout, num_ranks
+    stored, golden, warm_starter, tmp_path, step, layout, num_ranks
 ):
     folder = tmp_path / "run"
     shutil.copytree(stored, folder)
@@ -129,7 +129,7 @@ def test_it_resumes_with_the_golden_losses(
 
 
 @every(step="10, 16")
-def test_it_predicts(stored, golden: Golden, warm_starter: WarmStarter, tmp_path, step):
+def test_it_predicts(stored, golden, warm_starter, tmp_path, step):
     # The older one was written by two ranks, as slices; the newer one by one.
     run(
         warm_starter,
@@ -189,7 +189,7 @@ def test_ranks_that_open_it_share_its_verification(
 
 
 @pytest.mark.slow
-def test_replaced_samples_are_counted_since_step_0(warm_starter: WarmStarter, tmp_path):
+def test_replaced_samples_are_counted_since_step_0(warm_starter, tmp_path):
     """A run that two ranks began and one resumed has the numbers of one that was not stopped."""
     # Two images whose headers are overwritten: the loader takes another one in their place.
     shards = shutil.copytree(SHARDS, tmp_path / "shards")

@@ -12,7 +12,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record
 
 from launch.comparison.sync import sync as compare_sync
-from tests.support.golden import Golden
 from tests.support.ranks.fault_runs import fault
 from tests.support.ranks.run_states import journal_rows
 from tests.support.ranks.warm_ranks import WarmStarter
@@ -103,7 +102,7 @@ def journal_points(folder: Path) -> set[tuple[str, int, float]]:
 
 
 def test_a_killed_and_resumed_run_is_one_run_with_each_step_once(
-    warm_starter: WarmStarter, folder, golden: Golden
+    warm_starter, folder, golden
 ):
     """Killed in step 6, resumed at step 3; the points of step 4 are in MLflow already."""
     also = "tracking.also=[tensorboard,wandb]"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from tests.support.ranks.fault_runs import FaultRuns, fault, output
+from tests.support.ranks.fault_runs import fault, output
 from tests.support.ranks.run_states import differences, read_state
 from tests.support.ranks.warm_ranks import WarmRank, end_session, session_of
 from tests.support.waiting import PATIENCE_S, stacks, wait_until
@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.distributed, pytest.mark.timeo
 
 
 def test_runs_killed_at_random_moments_end_with_the_same_bits(
-    fault_runs: FaultRuns, tmp_path, pytestconfig
+    fault_runs, tmp_path, pytestconfig
 ):
     seed = pytestconfig.getoption("--storm-seed")
     kills = 0
@@ -246,7 +246,7 @@ class Case(NamedTuple):
 
 
 def test_one_rank_at_fault_is_named_and_ends_the_others(
-    fault_runs: FaultRuns, tmp_path, pytestconfig
+    fault_runs, tmp_path, pytestconfig
 ):
     seed = pytestconfig.getoption("--storm-seed")
     failed = []

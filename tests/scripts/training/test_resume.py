@@ -107,7 +107,7 @@ ZERO_STAGES = {name: stage for name, stage, *_ in KILLS.values()}
         slow=KILLS.keys() - {"in the backward pass", "at start", "before retention"},
     )
 )
-def test_killed_rank(fault_runs: FaultRuns, tmp_path, case):
+def test_killed_rank(fault_runs, tmp_path, case):
     name, stage, rank, place, nth, step = KILLS[case]
     settings, how = way(fault_runs, name, zero_stage=stage)
     planted = {rank: [fault(place, nth, "kill")]}
@@ -122,7 +122,7 @@ def test_killed_rank(fault_runs: FaultRuns, tmp_path, case):
 
 
 @slow
-def test_killed_again_while_resuming(fault_runs: FaultRuns, killed_copy):
+def test_killed_again_while_resuming(fault_runs, killed_copy):
     for rank, place in enumerate(("start", "restore")):
         world = fault_runs.start(killed_copy, faults={rank: [fault(place, 1, "kill")]})
         assert wait_and_end_others(world)[rank] == -signal.SIGKILL
@@ -149,7 +149,7 @@ LAYOUTS += [[name, 1, 0] for name in REGISTERED if name != "supervised"]
 @slow
 @pytest.mark.parametrize("name, num_ranks, stage", LAYOUTS)
 def test_another_layout_goes_on_with_the_same_losses(
-    fault_runs: FaultRuns, tmp_path, name, num_ranks, stage
+    fault_runs, tmp_path, name, num_ranks, stage
 ):
     settings, how = way(fault_runs, name)
     # The model of timm has no such settings.
@@ -180,9 +180,7 @@ def test_another_layout_goes_on_with_the_same_losses(
 
 @slow
 @every(name=OBJECTIVES)
-def test_finetuning_starts_from_the_trunk_of_each_objective(
-    fault_runs: FaultRuns, tmp_path, name
-):
+def test_finetuning_starts_from_the_trunk_of_each_objective(fault_runs, tmp_path, name):
     settings, how = way(fault_runs, name, zero_stage=ZERO_STAGES[name])
     source = fault_runs.undisturbed(*settings, **how)
     if name == "distillation":
@@ -207,7 +205,7 @@ def test_finetuning_starts_from_the_trunk_of_each_objective(
 
 
 @slow
-def test_finetuning_resumes_without_its_start(fault_runs: FaultRuns, killed_copy):
+def test_finetuning_resumes_without_its_start(fault_runs, killed_copy):
     source = killed_copy / "run"
     folder = killed_copy / "tuned"
     # The newest one is damaged, so the one before it is what is started from.
@@ -241,7 +239,7 @@ WITHOUT_LABELS = {
 
 
 @slow
-def test_shards_without_labels(fault_runs: FaultRuns, tmp_path):
+def test_shards_without_labels(fault_runs, tmp_path):
     """They train where no label is needed, and are refused elsewhere."""
     images = tmp_path / "images"
     shards = tmp_path / "shards"
@@ -286,7 +284,7 @@ before training: [{1: [start, 1, SIGTERM]}, [-9, -15], 0]
         slow=SIGNALS.keys() - {"bursts on both ranks"},
     )
 )
-def test_stop_signals(fault_runs: FaultRuns, tmp_path, case):
+def test_stop_signals(fault_runs, tmp_path, case):
     faults, codes, step = SIGNALS[case]
     planted = {rank: [fault(*where)] for rank, where in faults.items()}
     # Ranks stop together; before they have met, the launcher must end the other one.
@@ -308,7 +306,7 @@ def test_stop_signals(fault_runs: FaultRuns, tmp_path, case):
 
 
 @slow
-def test_loader_workers(fault_runs: FaultRuns, tmp_path):
+def test_loader_workers(fault_runs, tmp_path):
     """A killed one is named; all ignore the signals of a launcher."""
     planted = {1: [fault("batch", micro_step(7), "kill worker")]}
     world = fault_runs.start(tmp_path, faults=planted)
@@ -337,7 +335,7 @@ rank 0 leaves: [0, leave, 0]
 @every(
     case=by_level(LOST, fast=["rank 1 stopped"], slow=LOST.keys() - {"rank 1 stopped"})
 )
-def test_surviving_rank_ends_and_names_the_other(fault_runs: FaultRuns, tmp_path, case):
+def test_surviving_rank_ends_and_names_the_other(fault_runs, tmp_path, case):
     rank, do, code = LOST[case]
     place = "forward"
     reason = "sent no heartbeat"
@@ -357,7 +355,7 @@ def test_surviving_rank_ends_and_names_the_other(fault_runs: FaultRuns, tmp_path
 
 
 @slow
-def test_updates_with_nan_are_skipped_and_named(fault_runs: FaultRuns, tmp_path):
+def test_updates_with_nan_are_skipped_and_named(fault_runs, tmp_path):
     planted = {1: [fault("forward", micro_step(8, number=1), "NaN")]}
     assert fault_runs.run(tmp_path, faults=planted) == [0, 0], output(tmp_path)
     text = output(tmp_path)
@@ -425,7 +423,7 @@ DROPPED = {
 
 @slow
 @every(mutant=DROPPED)
-def test_dropped_state_is_noticed(fault_runs: FaultRuns, killed_copy, mutant):
+def test_dropped_state_is_noticed(fault_runs, killed_copy, mutant):
     ranks = fault_runs.start(killed_copy, mutant=mutant)
     assert wait_all(ranks) == [0, 0], ranks[0].output()
     ours = read_state(killed_copy / "run")

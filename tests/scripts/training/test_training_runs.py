@@ -72,7 +72,7 @@ def test_run_folder_holds_the_documented_files(finished):
     assert f"predict init={quote(str(finished))} IMAGES" in text
 
 
-def test_a_finished_run_repeated_changes_nothing(fault_runs: FaultRuns, finished):
+def test_a_finished_run_repeated_changes_nothing(fault_runs, finished):
     folder = finished.parent
 
     def contents():
@@ -93,7 +93,7 @@ def test_a_finished_run_repeated_changes_nothing(fault_runs: FaultRuns, finished
     assert contents() == before
 
 
-def test_profiled_steps_are_traced(fault_runs: FaultRuns, tmp_path):
+def test_profiled_steps_are_traced(fault_runs, tmp_path):
     settings = ("engine.profile_steps=2", "schedule.steps=8")
     assert fault_runs.run(tmp_path, *settings) == [0, 0]
     trace = json.loads((tmp_path / "run/profile.json").read_text())
@@ -106,7 +106,7 @@ def test_profiled_steps_are_traced(fault_runs: FaultRuns, tmp_path):
 
 @pytest.mark.slow
 def test_finetuning_at_a_higher_resolution_through_the_launcher(
-    fault_runs: FaultRuns, finished, tmp_path
+    fault_runs, finished, tmp_path
 ):
     """Start by DeepSpeed's launcher, in fresh processes."""
     run = tmp_path / "run"
@@ -175,7 +175,7 @@ def start_lacking(
 
 @every(case=by_level(LACKING, fast=["index"], slow=LACKING.keys() - {"index"}))
 def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
-    fault_runs: FaultRuns, tmp_path, case
+    fault_runs, tmp_path, case
 ):
     started = []
     for place, rank in LACKING[case]:
@@ -196,7 +196,7 @@ def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
 
 @pytest.mark.slow
 @rows("[[places], [[prepare, index]], [[init, tracker]]]")
-def test_what_all_nodes_lack_is_bad_input(fault_runs: FaultRuns, tmp_path, places):
+def test_what_all_nodes_lack_is_bad_input(fault_runs, tmp_path, places):
     started = {}
     for place in places:
         lacking = [0, 1]
@@ -230,9 +230,7 @@ second job: [output=locked, another job is training in this run folder]
 
 
 @every(case=sorted(BAD_INPUT))
-def test_bad_input_ends_with_one_clear_message(
-    fault_runs: FaultRuns, finished, tmp_path, case
-):
+def test_bad_input_ends_with_one_clear_message(fault_runs, finished, tmp_path, case):
     words, message = BAD_INPUT[case]
     stage = "pretrain"
     if case == "wrong init":
