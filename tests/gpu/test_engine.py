@@ -242,7 +242,6 @@ def test_attention_kernels_equal_the_formula(device, kernel):
             # Half of the features: the sum of all is fixed by the last norm.
             features.float()[:, ::2].sum().backward()
         gradient = model.get_parameter("blocks.0.attn.qkv.weight").grad
-        assert gradient is not None
         results.append((features.float().detach(), gradient.float()))
 
     # Not equal, so it did compute in bf16; and no further off than its rounding.

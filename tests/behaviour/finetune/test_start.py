@@ -252,7 +252,6 @@ def test_misfits_name_the_keys_that_would_fit(tmp_path):
 
     # One refusal has all keys, or the user would find them one by one.
     advice = caught.value.next_step
-    assert advice is not None
     assert advice.startswith("these weights need ")
     keys = {"model.mlp_width=24", "model.pool=gap", "model.pool_norm=true"}
     assert keys <= set(advice.split())

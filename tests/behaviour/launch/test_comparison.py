@@ -407,7 +407,6 @@ def verdict(*runs: ComparedRun) -> str:
     """Its sentences without marks of HTML."""
     page = render(compare(runs))
     match = re.search(r'<p class="verdict">(.*?)<h2>', page, re.DOTALL)
-    assert match
     return re.sub(r"<[^>]*>", "", match[1])
 
 
@@ -686,7 +685,6 @@ def test_evaluations_have_no_length():
 
     # At a budget of the trainings it keeps its one value.
     shorter = compare([*trained, run("c", [0.4]), outside])
-    assert shorter.budget is not None
     assert shorter.budget.total == 10
     assert values(shorter.metrics[0].equal) == [0.5, 0.5, 0.4, 0.9]
 

@@ -429,7 +429,6 @@ def test_a_launcher_says_how_a_killed_process_ended(
     events.write_text("\n".join(lines))
     close_run(folder, status, say=print)
     record = read_record(folder)
-    assert record is not None
     assert record.status == status
     assert select(store, "status from runs") == [status]
 

@@ -66,7 +66,6 @@ def pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
 
 
 def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stdout is not None
     assert any(text in line for line in iter(process.stdout.readline, ""))
 
 

@@ -83,8 +83,6 @@ def test_training(golden, name):
                 step=step,
                 first_position=step * BATCH,
             )
-            assert mixed.mixed_labels is not None
-            assert mixed.mix_lambda is not None
             entry["mixed_labels"] = mixed.mixed_labels.tolist()
             entry["mix_lambda"] = mixed.mix_lambda.tolist()
             # Mixed pixels are not whole numbers, and processors round them differently.

@@ -63,7 +63,6 @@ def test_run_folder_holds_the_documented_files(finished):
     # A training that starts from it takes the end of its schedule.
     for takes_best, step in ((True, best["step"]), (False, STEPS)):
         weights, source = read_source(str(finished), takes_best=takes_best)
-        assert source is not None
         assert source.checkpoint.step == step
         assert ("the best by val/ema_top1" in weights.format) == takes_best
     end = f"best val/ema_top1 {best['val/ema_top1']:.4f} at step {best['step']}\nnext: vitscale"
@@ -253,5 +252,4 @@ def test_bad_input_ends_with_one_clear_message(fault_runs, finished, tmp_path, c
         assert not new.exists()
     if case == "raw key":  # the engine refuses it
         failure = cause(read_failures(new))
-        assert failure is not None
         assert "ended with an error: " in failure.what
