@@ -45,7 +45,7 @@ training/test_golden_curves slurm/test_chains models/test_commands slurm/test_su
 """.split()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]):
     """Put the tests of LONGEST before all others; the order within a file stays."""
 
     def turn(item):
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=turn)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser):
     parser.addoption(
         "--renew-golden",
         action="store_true",

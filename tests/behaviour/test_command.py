@@ -18,7 +18,7 @@ from vitscale.config.packaged import CONFIGS, config_names
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch) -> None:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
 

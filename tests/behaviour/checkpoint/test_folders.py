@@ -51,7 +51,7 @@ a file: rm -r $PWD; touch $PWD
 )
 
 
-def damaged(kind: str, folder: Path) -> None:
+def damaged(kind: str, folder: Path):
     if kind == "bit flipped":
         flip(folder / RANK_FILE, -1)
         return

@@ -43,7 +43,7 @@ class Node:
 class DiskModel:
     """The tree below one real folder, changed by recorded calls."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path):
         self.root = root
         self.top = Node(True)
         self.files = {}
@@ -59,7 +59,7 @@ class DiskModel:
         path = Path(path)
         return self.node(path.parent).names, path.name
 
-    def apply(self, call: str, result, *arguments) -> None:
+    def apply(self, call: str, result, *arguments):
         match call, arguments:
             case "open", (path, flags, *_):
                 # A new file has a name at once, for as long as power is there.
@@ -101,7 +101,7 @@ def _durable(node: Node, *, all_names: bool) -> Node:
     return Node(node.is_folder, content=node.durable_content, names=left)
 
 
-def write_out(node: Node, path: Path) -> None:
+def write_out(node: Node, path: Path):
     """Write a state's tree as real files, for the real reader."""
     if not node.is_folder:
         path.write_bytes(node.content)
@@ -111,7 +111,7 @@ def write_out(node: Node, path: Path) -> None:
         write_out(child, path / name)
 
 
-def rmtree(folder: Path, *, ignore_errors: bool = False) -> None:
+def rmtree(folder: Path, *, ignore_errors: bool = False):
     """shutil.rmtree in calls with whole paths."""
     if ignore_errors and not folder.exists():
         return
@@ -191,7 +191,7 @@ def unflushed(path: Path, pieces, *, suffix: str) -> tuple[int, str]:
         return WRITE_NEW_FILE(path, pieces)
 
 
-def rename_only(temporary: Path, final: Path, *, flush: str) -> None:
+def rename_only(temporary: Path, final: Path, *, flush: str):
     """Commit with one of the two flushes that belong to it."""
     if flush == "content":
         fsync_folder(temporary)
@@ -200,7 +200,7 @@ def rename_only(temporary: Path, final: Path, *, flush: str) -> None:
         fsync_folder(final.parent)
 
 
-def pruned_first(temporary: Path, final: Path) -> None:
+def pruned_first(temporary: Path, final: Path):
     """Remove the old steps before the new one has its name."""
     for path in final.parent.glob("step-*"):
         rmtree(path)

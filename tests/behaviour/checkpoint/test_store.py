@@ -50,7 +50,7 @@ def save(folder: Path, world: World, *, step: int, keep: int = 3) -> Path:
     return store.wait().folder
 
 
-def refuse(*_) -> None:
+def refuse(*_):
     """Fail like a disk, in place of any function that writes."""
     raise OSError(errno.EIO, os.strerror(errno.EIO), "disk")
 

@@ -46,7 +46,7 @@ from vitscale.data.webdataset import tar_samples, tars_of_split
 from vitscale.distributed import atomic_files
 
 
-def edit_manifest(folder: Path, **changes) -> None:
+def edit_manifest(folder: Path, **changes):
     """Change some values of a manifest, as a hand or another tool might."""
     path = folder / MANIFEST_NAME
     values = json.loads(path.read_text())
@@ -167,7 +167,7 @@ def test_keys_of_any_samples_are_those_of_the_table(many_groups, split, seed):
     assert choose_by_key(some, listing).note == ""
 
 
-def damage_keys(path: Path, row_group: int) -> None:
+def damage_keys(path: Path, row_group: int):
     """Overwrite the keys of a row group on the disk."""
     metadata = pq.ParquetFile(path).metadata
     column = metadata.row_group(row_group).column(0)
@@ -194,7 +194,7 @@ def test_only_the_row_groups_of_the_samples_are_read(many_groups):
     assert other == "'train-c0-3'"
 
 
-def shortened(path: Path) -> None:
+def shortened(path: Path):
     """An index with the first three rows of each split."""
     table = pq.read_table(path)
     splits = []
@@ -204,7 +204,7 @@ def shortened(path: Path) -> None:
     write_index(path.parent, tables=splits)
 
 
-def rewrite(path: Path, *, columns: list[str] | None = None, **options) -> None:
+def rewrite(path: Path, *, columns: list[str] | None = None, **options):
     """Store some columns of an index again."""
     table = pq.read_table(path, columns=columns)
     pq.write_table(table, path, **options)

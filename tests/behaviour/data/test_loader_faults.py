@@ -144,7 +144,7 @@ class StuckSamples(Samples):
 
     shape = (3, 2, 2)
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str):
         self.how = how
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
@@ -236,7 +236,7 @@ class AwaySamples(Samples):
 
     shape = (3, 2, 2)
 
-    def __init__(self, error: UserError) -> None:
+    def __init__(self, error: UserError):
         self.error = error
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:

@@ -51,12 +51,12 @@ class Clock:
     def monotonic(self) -> float:
         return time.monotonic() + self.skipped_s
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float):
         self.skipped_s += seconds
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch) -> None:
+def quick(monkeypatch):
     monkeypatch.setattr(remote, "time", Clock())
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
@@ -312,7 +312,7 @@ def requests(log: Path) -> list[int]:
 class Cache:
     """Files by number in the folder of a cache for `num_files` of them."""
 
-    def __init__(self, path: Path, num_files: float = 3) -> None:
+    def __init__(self, path: Path, num_files: float = 3):
         self.folder = open_cache(str(path / "cache"))
         self.max_bytes = int(num_files * SIZE)
 
@@ -327,7 +327,7 @@ class Cache:
         names = [path.name for path in self.folder.iterdir() if path.suffix != ".lock"]
         return sorted(numbers.get(name, name) for name in names)
 
-    def use(self, number: int, *, seconds_ago: float) -> None:
+    def use(self, number: int, *, seconds_ago: float):
         then = time.time() - seconds_ago
         os.utime(self.file(number).path(), (then, then))
 
@@ -420,7 +420,7 @@ def test_partial_files_of_a_killed_process_are_removed(cache):
     assert not left.exists()
 
 
-def _fetch_all(cache: Cache, first: int, sizes: Path) -> None:
+def _fetch_all(cache: Cache, first: int, sizes: Path):
     """Fetch all files in another process, and write down the cache's size after each."""
     for number in [*range(first, 6), *range(first)]:
         cache.file(number).path()

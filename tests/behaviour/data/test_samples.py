@@ -67,7 +67,7 @@ PASSING_ERRORS = ("ESTALE", "ETIMEDOUT", "ESHUTDOWN", "EAGAIN")
 
 
 @pytest.fixture
-def no_pauses(monkeypatch) -> None:
+def no_pauses(monkeypatch):
     # As many attempts as in production, without the time between them.
     pauses = [0.0 for _ in atomic_files.READ_PAUSES_S]
     monkeypatch.setattr(atomic_files, "READ_PAUSES_S", pauses)

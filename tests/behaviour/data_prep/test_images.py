@@ -41,7 +41,7 @@ SAMPLES = small_samples()
 ROWS = unfiltered(pixels(3))
 
 
-def checked(data: bytes, *, convert: bool = True, **options: Any) -> CheckedImage:
+def checked(data: bytes, *, convert: bool = True, **options) -> CheckedImage:
     settings = ImageSettings.model_validate(options)
     return check_image(data, settings=settings, convert=convert)
 
@@ -291,7 +291,7 @@ def test_truncation_is_found_at_every_offset(name, check):
 JPEG_TOLERANCE = 6
 
 
-def converted(data: bytes, **options: object) -> CheckedImage:
+def converted(data: bytes, **options) -> CheckedImage:
     """Convert an image; what is stored must be a plain picture and nothing else."""
     verdict = check_image(data, settings=ImageSettings.model_validate(options))
     assert verdict.reason is None

@@ -65,7 +65,7 @@ def test_files_that_will_be_refused_need_no_space(tmp_path):
     assert [shard.samples for shard in shards] == [NUM_PICTURES]
 
 
-def write(path: Path, *, seed: int) -> None:
+def write(path: Path, *, seed: int):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(encoded("PNG", seed=seed))
 

@@ -31,14 +31,14 @@ from vitscale.config.errors import StorageError, UserError
 UNLABELLED: dict[str, Any] = {"values": "none"}
 
 
-def inputs(kind: str, path: Path, *args: Any, **options: Any) -> list[Input]:
+def inputs(kind: str, path: Path, *args, **options) -> list[Input]:
     """List the inputs; every reason must be one that the ledger knows."""
     rows = listed(opened(kind, path, *args, **options))
     assert {row.reason for row in rows} <= {None, *REASONS}
     return rows
 
 
-def fates(kind: str, path: Path, *args: Any, **options: Any) -> dict[str, str | None]:
+def fates(kind: str, path: Path, *args, **options) -> dict[str, str | None]:
     """Map each path to its reason; a path is there once."""
     rows = inputs(kind, path, *args, **options)
     assert len({row.path for row in rows}) == len(rows)
@@ -57,7 +57,7 @@ def content(source: Source, row: Input) -> bytes:
     return file.read_bytes()[row.offset : end]
 
 
-def table(columns: Mapping[str, Any], **options: Any) -> bytes:
+def table(columns: Mapping[str, Any], **options) -> bytes:
     file = io.BytesIO()
     pq.write_table(pa.table(columns), file, **options)
     return file.getvalue()
@@ -438,7 +438,7 @@ def test_any_member_names_give_one_row_each_of_unique_path(tmp_path):
     assert reasons == [None, "duplicate_name", "duplicate_name"]
 
 
-def samples(root: Path, members: Members, **options: Any) -> dict[str, str | None]:
+def samples(root: Path, members: Members, **options) -> dict[str, str | None]:
     """Path inside the tar -> class or, in brackets, reason."""
     write_tars(root, {"a.tar": members})
     rows = inputs("webdataset", root / "a.tar", **options)
@@ -583,7 +583,7 @@ def test_keys_equal_those_of_webdataset(name, suffix):
     assert split_member_name(text) == expected
 
 
-def write_parquet(path: Path, images: list[Any], labels: Any, **options: Any) -> None:
+def write_parquet(path: Path, images: list[Any], labels, **options):
     """One row per image; `names`: of the classes, as the `datasets` package stores them."""
     names = options.pop("names", None)
     data = pa.table({"image": pa.array(images), "label": pa.array(labels)})

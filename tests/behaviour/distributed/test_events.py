@@ -147,7 +147,7 @@ ALONE = {
 class Ranks:
     """Watchdogs of one process, which take turns instead of running threads."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int):
         store = dist.HashStore()
         self.dogs = list[Watchdog]()
         for rank in range(num_ranks):

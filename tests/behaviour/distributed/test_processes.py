@@ -218,7 +218,7 @@ def test_slow_imports_are_told_once(monkeypatch, capsys):
 IMPORTS = ("vitscale.data.loader", "no_such_module")
 
 
-def describe(connection: Connection) -> None:
+def describe(connection: Connection):
     """Tell as a worker what it sees, and end when asked to."""
     facts = {
         "parent": os.getppid(),
@@ -231,7 +231,7 @@ def describe(connection: Connection) -> None:
 
 
 @pytest.fixture
-def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_server(monkeypatch) -> Iterator[None]:
     """Another server than that of earlier tests in this process, which has other imports."""
     server = forkserver.ForkServer()
     monkeypatch.setattr(forkserver, "_forkserver", server)

@@ -33,7 +33,7 @@ from vitscale.distributed.world import (
 )
 
 
-def _see_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, *, in_slurm: bool) -> None:
+def _see_gpus(monkeypatch, visible: str, *, in_slurm: bool):
     """Pretend a machine with these GPUs, inside a task of SLURM or not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible.split(",")))
@@ -103,7 +103,7 @@ def test_a_gpu_that_slurm_gave_and_torch_does_not_find_is_a_fault_of_the_node(
 # ---- devices of several ranks --------------------------------------------------------------------
 
 
-def join_all(monkeypatch: pytest.MonkeyPatch, devices: list[str | None]) -> list[Any]:
+def join_all(monkeypatch, devices: list[str | None]) -> list[Any]:
     """The device type or the error of each rank, a thread; None: a rank without its GPU."""
 
     def pick(_, rank):
@@ -330,7 +330,7 @@ def test_a_stop_that_hangs_keeps_its_exit_code(monkeypatch):
 
 # One rank, and the signal handlers of pytest again afterwards.
 @pytest.fixture
-def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def handlers(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield

@@ -171,13 +171,13 @@ class FakeEngine:
     training = True
     value = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.folders = []
 
-    def train(self) -> None:
+    def train(self):
         self.training = True
 
-    def eval(self) -> None:
+    def eval(self):
         self.training = False
 
     @contextmanager

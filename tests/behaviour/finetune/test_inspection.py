@@ -5,7 +5,6 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +48,7 @@ from vitscale.models.positions import sincos_position_embedding
 from vitscale.runs.data_prep import ImageSettings
 
 
-def inference_model(**settings: Any) -> InferenceModel:
+def inference_model(**settings) -> InferenceModel:
     return small_model(num_classes=0, **settings).for_inference(
         WORLD, precision="auto", num_images=0
     )
@@ -232,7 +231,7 @@ def test_similarity_of_fixed_positions_equals_direct_computation():
 SIZE = 16
 
 
-def drawn(init: Path, output: Path, *images: Path, **values: Any) -> set[str]:
+def drawn(init: Path, output: Path, *images: Path, **values) -> set[str]:
     """Names of the pictures; all of them show something."""
     run = VisualizeRun(
         init=str(init),
@@ -284,7 +283,7 @@ def test_the_documentation_lists_the_pictures():
 # ---- images -------------------------------------------------------------------------------------
 
 
-def visualized(*images: Path, **values: Any) -> Visualized:
+def visualized(*images: Path, **values) -> Visualized:
     run = VisualizeRun(
         init="x",
         images=tuple(map(str, images)),

@@ -34,7 +34,7 @@ SMALL = yaml.safe_load(
 )
 
 
-def network(num_classes: int, *, seed: int = 0, **changes: Any) -> torch.nn.Module:
+def network(num_classes: int, *, seed: int = 0, **changes) -> torch.nn.Module:
     settings = ViTSettings.model_validate({**SMALL, **changes})
     return build_model(settings.resolved(num_classes=num_classes), seed=seed)
 
@@ -79,7 +79,7 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path / "shards"
 
 
-def values_of(shards: Path, **changes: Any) -> Values:
+def values_of(shards: Path, **changes) -> Values:
     """A configuration; changes: of `model` and `data`."""
     values = {
         "name": "x",
@@ -94,7 +94,7 @@ def values_of(shards: Path, **changes: Any) -> Values:
 
 
 def write_run(
-    folder: Path, shards: Path, *, classes: tuple[str, ...] = CLASSES, **changes: Any
+    folder: Path, shards: Path, *, classes: tuple[str, ...] = CLASSES, **changes
 ) -> Any:
     """The run folder of a training that has committed a checkpoint; returns its network."""
     run = FinetuneRun.model_validate(values_of(shards, **changes))
@@ -125,7 +125,7 @@ def write_run(
 
 
 def started(
-    shards: Path, init: Path, *, keep_head: Any = True, **changes: Any
+    shards: Path, init: Path, *, keep_head=True, **changes
 ) -> tuple[list[str], Any]:
     values = values_of(shards, **changes) | {"init": str(init), "keep_head": keep_head}
     return load(FinetuneRun.model_validate(values))
@@ -301,7 +301,7 @@ def kept(
     weights: dict[str, torch.Tensor],
     source: tuple[str, ...] | None,
     target: tuple[str, ...],
-    keep: Any = "slice",
+    keep="slice",
 ) -> tuple[dict[str, torch.Tensor], str]:
     given = Weights(
         tensors=weights,

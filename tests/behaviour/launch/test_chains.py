@@ -84,7 +84,7 @@ def steps_of(chain: Chain, stage: str) -> list[ChainStep]:
     return [step for step in chain.steps if step.stage == stage]
 
 
-def write_training(step: ChainStep, *, at: int) -> None:
+def write_training(step: ChainStep, *, at: int):
     """A run folder with a checkpoint."""
     step.folder.mkdir(parents=True, exist_ok=True)
     (step.folder / "config.yaml").write_text(run_to_yaml(step.run))
@@ -300,7 +300,7 @@ def chain(folder: Path) -> Chain:
     return chain_of(folder / "chain.yaml")
 
 
-def train(chain: Chain, *stages: str) -> None:
+def train(chain: Chain, *stages: str):
     for stage in stages:
         for step in steps_of(chain, stage):
             write_training(step, at=20)

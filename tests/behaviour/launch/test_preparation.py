@@ -22,7 +22,7 @@ from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.launching import LaunchSettings
 
 
-def git(root: Path, *arguments: str) -> None:
+def git(root: Path, *arguments: str):
     identity = "-c user.name=n -c user.email=e@example.org".split()
     subprocess.run(["git", "-C", str(root), *identity, *arguments], check=True)
 

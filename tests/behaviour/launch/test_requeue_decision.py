@@ -537,7 +537,7 @@ def begin(folder: Path, *, restart: int = 0) -> Attempt:
     )
 
 
-def log(folder: Path, step: int) -> None:
+def log(folder: Path, step: int):
     row = {
         "step": step,
         "time": 1e9 + step,

@@ -42,7 +42,7 @@ SCRIPT = ".submission_file_1a2b.sh"
 class RunFolder:
     """Writes the files of a run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         self.folder = folder
         (folder / "slurm" / JOB).mkdir(parents=True)
 
@@ -50,11 +50,11 @@ class RunFolder:
         (folder / "slurm" / SCRIPT).symlink_to(f"{JOB}/{JOB}_submission.sh")
         self.submit(NOW - 100)
 
-    def submit(self, moment: float) -> None:
+    def submit(self, moment: float):
         path = self.folder / "slurm" / SCRIPT
         os.utime(path, (moment, moment), follow_symlinks=False)
 
-    def log(self, step: int, *, ago: float = 10.0, **metrics: float) -> None:
+    def log(self, step: int, *, ago: float = 10.0, **metrics: float):
         """The end of an interval, of a training of 100 steps that has started a minute ago."""
         if read_start(self.folder) is None:
             facts = {
@@ -71,7 +71,7 @@ class RunFolder:
         with open(self.folder / "journal.jsonl", "ab") as file:
             file.write(encode(row))
 
-    def attempt(self, ending: str | None, *, number: int = 1, **more) -> None:
+    def attempt(self, ending: str | None, *, number: int = 1, **more):
         """One that has started a minute ago, and ended now unless `ending` is None."""
         values = {
             "number": number,
@@ -89,7 +89,7 @@ class RunFolder:
             }
         append_event(self.folder, ATTEMPT, values | more)
 
-    def checkpoint(self, step: int) -> None:
+    def checkpoint(self, step: int):
         folder = self.folder / f"checkpoints/step-{step:08d}"
         folder.mkdir(parents=True)
         (folder / "manifest.json").touch()

@@ -45,7 +45,7 @@ def built(name: str, *, seed: int = 0, num_classes: int = 5, **values) -> TimmMo
     return build_model(settings.resolved(num_classes=num_classes), seed=seed)
 
 
-def load(target: TimmModel, source: torch.nn.Module, **options: bool) -> None:
+def load(target: TimmModel, source: torch.nn.Module, **options: bool):
     options = {"keep_head": True, **options}
     target.load_weights(source.state_dict(), where="x", **options)
 

@@ -42,7 +42,7 @@ def train(
     value: float = 1.0,
     uri: str | None = None,
     name: str = "base",
-) -> None:
+):
     """An attempt from the checkpoint of step `first` on, without a store or with one."""
     folder.mkdir(parents=True, exist_ok=True)
     config = yaml.safe_dump({"stage": "pretrain", "name": name})
@@ -340,7 +340,7 @@ def test_compared_runs_are_read_as_logged_and_once(tmp_path, uri):
     assert [run.label for run in load_runs(names, uri=None)] == ["old", "new"]
 
 
-def add_experiments(store: Store, num: int) -> None:
+def add_experiments(store: Store, num: int):
     """Newer ones than any that is there."""
     # Straight into the table: MLflow would take minutes.
     columns = [row[1] for row in store.execute("pragma table_info(experiments)")]

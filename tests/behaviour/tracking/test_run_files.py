@@ -31,20 +31,20 @@ PNG = b"\x89PNG\r\n\x1a\n"
 PER_CLASS = "label,class,images,correct,top1\n"
 
 
-def link_to_link(path: Path, secret: Path) -> None:
+def link_to_link(path: Path, secret: Path):
     between = path.with_name("between")
     between.symlink_to(secret)
     path.symlink_to("between")
 
 
-def huge(path: Path, secret: Path) -> None:
+def huge(path: Path, secret: Path):
     """4 TiB that take no space, of which a reader would fill its memory."""
     with open(path, "wb") as file:
         file.write(secret.read_bytes())
         file.truncate(1 << 42)
 
 
-def linked_folder(path: Path, secret: Path) -> None:
+def linked_folder(path: Path, secret: Path):
     """The file itself is a plain one."""
     outside = secret.parent / "folder"
     outside.mkdir()
@@ -247,7 +247,7 @@ def hostile_server(
     class Hostile(Answering):
         """As much of MLflow's protocol as its client needs to send a run."""
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             self.rfile.read(int(self.headers["content-length"] or 0))
             path = self.path.partition("?")[0]
             asked.append(path)

@@ -73,11 +73,11 @@ def open_tracker(mlflow_database: Path, tmp_path, monkeypatch) -> Open:
     return open_it
 
 
-def set_version(monkeypatch: pytest.MonkeyPatch, version: SourceVersion) -> None:
+def set_version(monkeypatch, version: SourceVersion):
     monkeypatch.setattr(tracker_module, "source_version", lambda: version)
 
 
-def log_steps(tracker: Tracker, steps: range) -> None:
+def log_steps(tracker: Tracker, steps: range):
     for step in steps:
         tracker.log({"train/loss": 1 / step, "zero": 0.0}, step=step)
 

@@ -32,7 +32,7 @@ def images(split: str) -> list[Path]:
     return paths
 
 
-def image_folder(root: Path) -> None:
+def image_folder(root: Path):
     for split in ("train", "test"):
         for path in images(split):
             copy = root / split / path
@@ -40,7 +40,7 @@ def image_folder(root: Path) -> None:
             shutil.copy(IMAGES / path, copy)
 
 
-def class_tars(root: Path) -> None:
+def class_tars(root: Path):
     """A folder of tars for train, one tar of them for test."""
     for split in ("train", "test"):
         tars = {"cat.tar": {}, "dog.tar": {}}
@@ -55,7 +55,7 @@ def class_tars(root: Path) -> None:
             write_tars(root, {"test.tar": packed})
 
 
-def webdataset_tars(root: Path) -> None:
+def webdataset_tars(root: Path):
     # Two tars for train, so that a range of names has something to expand to.
     tars = {
         "train-0.tar": images("train")[::2],
@@ -70,7 +70,7 @@ def webdataset_tars(root: Path) -> None:
         write_tars(root, {name: members})
 
 
-def parquet(root: Path) -> None:
+def parquet(root: Path):
     root.mkdir()
     for split in ("train", "test"):
         rows = []
@@ -83,7 +83,7 @@ def parquet(root: Path) -> None:
         pq.write_table(table, root / f"{split}.parquet", row_group_size=3)
 
 
-def path_table(root: Path) -> None:
+def path_table(root: Path):
     """A file for each row: one that is in two splits is refused."""
     for split in ("train", "test"):
         shutil.copytree(IMAGES, root / split)
@@ -101,7 +101,7 @@ KINDS = {
 }
 
 
-def make_shards(source: Path, output: Path, *settings: str) -> None:
+def make_shards(source: Path, output: Path, *settings: str):
     image_corpus.make_shards(
         source,
         output,

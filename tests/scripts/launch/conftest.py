@@ -44,7 +44,7 @@ class FakeSlurm:
         path = f"{PROGRAMS}:{os.environ['PATH']}"
         return os.environ | {"PATH": path, "FAKE_SLURM": str(self.folder / "slurm")}
 
-    def write(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str):
         """An answer: queue, state or ranks."""
         (self.folder / "slurm" / name).write_text(text)
 

@@ -48,7 +48,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def wait_for_training(chain: subprocess.Popen[str], stage: int) -> None:
+def wait_for_training(chain: subprocess.Popen[str], stage: int):
     """Read what the chain prints until the processes of a stage, counted from 1, run."""
     num_started = 0
     for line in iter(chain.stdout.readline, ""):

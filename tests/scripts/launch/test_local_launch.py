@@ -65,11 +65,11 @@ def pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
     return numbers()
 
 
-def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
+def wait_for_line(process: subprocess.Popen[str], text: str):
     assert any(text in line for line in iter(process.stdout.readline, ""))
 
 
-def await_end(pids: list[int]) -> None:
+def await_end(pids: list[int]):
     """Wait until all have ended; by themselves they would live longer than the test."""
     wait_until(lambda: not any(map(is_alive, pids)), else_say=lambda: f"{pids} live on")
 

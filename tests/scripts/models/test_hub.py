@@ -67,7 +67,7 @@ class Api(Answering):
 
     hub: Hub
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         """The id and the files of a commit, or one file."""
         path, _ = self.received()
         # api/models/OWNER/NAME/KIND/REVISION, and OWNER/NAME/resolve/REVISION/FILE.
@@ -97,12 +97,12 @@ class Api(Answering):
         tag = hashlib.sha1(data).hexdigest()
         self.answer(200, data, {"ETag": f'"{tag}"', "X-Repo-Commit": revision})
 
-    def do_PUT(self) -> None:
+    def do_PUT(self):
         _, data = self.received()
         self.hub.large[hashlib.sha256(data).hexdigest()] = data
         self.say({})
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         """Create a repository, say how files are sent, or commit them."""
         path, body = self.received()
         url = self.hub.environment["HF_ENDPOINT"]
@@ -151,7 +151,7 @@ class Api(Answering):
         length = int(self.headers["Content-Length"] or 0)
         return path.strip("/").split("/"), self.rfile.read(length)
 
-    def say(self, content, status: int = 200, **headers: str) -> None:
+    def say(self, content, status: int = 200, **headers: str):
         self.answer(status, json.dumps(content).encode(), headers)
 
 

@@ -61,7 +61,7 @@ shards pretrain finetune/lr-0.01 finetune/lr-0.001 evaluate/lr-0.01 evaluate/lr-
 """.split()
 
 
-def write_inputs(folder: Path) -> None:
+def write_inputs(folder: Path):
     corpus(folder / "images", num=4, side=8)
     files = {
         "data": DATA,

@@ -56,7 +56,7 @@ def rows(batch: Batch) -> list[str]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def stored_shards(golden: Golden, tmp_path_factory: pytest.TempPathFactory) -> None:
+def stored_shards(golden: Golden, tmp_path_factory):
     """Write the shards of all golden trainings anew, first of all with --renew-golden."""
     for shards, how in (
         (SHARDS, {"per_class": 20, "seed": 100}),

@@ -25,7 +25,7 @@ OBJECTIVES = {
 }
 
 
-def check_curves(golden: Golden, name: str, folder: Path) -> None:
+def check_curves(golden: Golden, name: str, folder: Path):
     """Of every step: a change of the last digits shows in the first, a drift in the last ones."""
     golden.json(f"training/curves/{name}.json", journal(folder, *CURVES), rel=REL)
 

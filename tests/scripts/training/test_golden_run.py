@@ -72,7 +72,7 @@ def stored(golden: Golden, warm_starter: WarmStarter, tmp_path_factory) -> Path:
     return golden.folder("training/run", make)
 
 
-def drop_facts_of_this_machine(path: Path) -> None:
+def drop_facts_of_this_machine(path: Path):
     """Keep what a resume needs in the description of a checkpoint."""
     manifest = read_manifest(path)
     # It is written with the manifest, which is the version of this code.

@@ -36,12 +36,12 @@ def folder(mlflow_database: Path) -> Path:
     return mlflow_database.parent
 
 
-def train(starter: WarmStarter, folder: Path, *more: str, **how) -> None:
+def train(starter: WarmStarter, folder: Path, *more: str, **how):
     more = (*SETTINGS, f"tracking.uri=sqlite:///{folder / 'mlflow.db'}", *more)
     run(starter, "pretrain/main.py", folder, *more, num_ranks=2, **how)
 
 
-def sync(folder: Path, to: str = "mlflow") -> None:
+def sync(folder: Path, to: str = "mlflow"):
     """A training waits for MLflow only so long; what is left at its end is sent here."""
     uri = f"sqlite:///{folder / 'mlflow.db'}"
     compare_sync([str(folder / "run"), "--uri", uri, "--to", to])

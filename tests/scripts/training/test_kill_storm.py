@@ -199,7 +199,7 @@ def await_end(
     *,
     within_s: float,
     patience_s: float | None,
-) -> None:
+):
     """Raise AssertionError with stacks unless the ranks of `waiting` end in time.
 
     patience_s: after the first end, as launch/local.py and srun --kill-on-bad-exit do, all ranks
@@ -293,7 +293,7 @@ def draw_case(rng: random.Random) -> Case:
     return Case(phase, place, nth, do, rank, num_ranks, has_launcher)
 
 
-def check_end(case: Case, ranks: list[WarmRank], folder: Path) -> None:
+def check_end(case: Case, ranks: list[WarmRank], folder: Path):
     """Raise AssertionError unless all end in time with their workers, and the culprit is named."""
     others = [rank for rank in ranks if rank.rank != case.rank]
     waiting = ranks

@@ -70,7 +70,7 @@ def test_unavailable_storage_at_a_restart_loses_nothing(fault_runs, killed_copy)
     assert "at step 15\n" in fault_runs.assert_resumes_exactly(killed_copy)
 
 
-def remount(folder: Path, mode: str) -> None:
+def remount(folder: Path, mode: str):
     subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=True)
 
 

@@ -9,7 +9,7 @@ from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 
 def opened(
-    kind: Any, path: Path, labels: Mapping[str, Any] | None = None, **options: Any
+    kind, path: Path, labels: Mapping[str, Any] | None = None, **options
 ) -> Source:
     """options: more settings of `source`."""
     settings = SourceSettings(kind=kind, path=str(path), **options)

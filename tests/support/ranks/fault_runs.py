@@ -53,7 +53,7 @@ def micro_step(step: int, *, number: int = 0) -> int:
 class FaultRuns:
     """Start trainings; keep the uninterrupted ones for comparison."""
 
-    def __init__(self, starter: WarmStarter, *, shards: Path, folder: Path) -> None:
+    def __init__(self, starter: WarmStarter, *, shards: Path, folder: Path):
         self.starter = starter
         self.shards = shards
         self.folder = folder
@@ -166,7 +166,7 @@ def wait_and_end_others(
     return wait_all(ranks)
 
 
-def wait_for_hold(folder: Path, ranks: Sequence[WarmRank]) -> None:
+def wait_for_hold(folder: Path, ranks: Sequence[WarmRank]):
     """Wait until a rank is held; `release_hold` continues it."""
 
     def is_held():
@@ -177,7 +177,7 @@ def wait_for_hold(folder: Path, ranks: Sequence[WarmRank]) -> None:
     wait_until(is_held, else_say=ranks[0].output)
 
 
-def release_hold(folder: Path) -> None:
+def release_hold(folder: Path):
     (folder / "go").touch()
 
 

@@ -148,7 +148,7 @@ ACTIONS: dict[str, Action] = {
 }
 
 
-def plant(fault: dict[str, Any]) -> None:
+def plant(fault: dict[str, Any]):
     """`nth`: a number, or "every" for all calls."""
     module_name, path = PLACES[fault["place"]].split()
     owner = importlib.import_module(module_name)
@@ -197,7 +197,7 @@ def _replaced(kind: str, by: str | None) -> Callable[[], None]:
     return patch
 
 
-def _no_step_count() -> None:
+def _no_step_count():
     original = Engine.import_state
 
     def import_state(self, read, *, optimizer_steps):
@@ -206,7 +206,7 @@ def _no_step_count() -> None:
     Engine.import_state = import_state
 
 
-def _data_from_the_start() -> None:
+def _data_from_the_start():
     original = session.training_batches
 
     def training_batches(*args, start, stop, **kwargs):
@@ -216,7 +216,7 @@ def _data_from_the_start() -> None:
     session.training_batches = training_batches
 
 
-def _seed_by_process() -> None:
+def _seed_by_process():
     original = session.seed_step
 
     def seed_step(seed, *, step, **kwargs):
@@ -237,7 +237,7 @@ MUTANTS = {
 }
 
 
-def main() -> None:
+def main():
     for fault in json.loads(os.environ.get("VITSCALE_FAULTS", "[]")):
         plant(fault)
     mutant = os.environ.get("VITSCALE_MUTANT")
