@@ -26,7 +26,7 @@ from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import fsync_folder
 
 # All calls by which the protocol changes the disk.
-RECORDED = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+RECORDED = "open write fsync rename replace mkdir unlink rmdir".split()
 
 
 @dataclass

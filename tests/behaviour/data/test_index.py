@@ -105,18 +105,18 @@ def test_a_split_is_read_without_the_others(shards):
     assert keys(index) == NAMES
 
 
-def test_columns_are_as_narrow_as_their_values():
-    for value, dtype in (
-        (-1, "int8"),
-        # The number of classes of ImageNet-21k.
-        (21_842, "int16"),
-        # The largest value of its type, and the first that needs the next.
-        (2**31 - 1, "int32"),
-        (2**31, "int64"),
-    ):
-        column = narrowed(np.array([0, value]))
-        assert column.tolist() == [0, value]
-        assert column.dtype == dtype
+# The number of classes of ImageNet-21k; the largest value of a type, and one more.
+@rows("""
+- [value, dtype]
+- [-1, int8]
+- [21842, int16]
+- [2147483647, int32]
+- [2147483648, int64]
+""")
+def test_columns_are_as_narrow_as_their_values(value, dtype):
+    column = narrowed(np.array([0, value]))
+    assert column.tolist() == [0, value]
+    assert column.dtype == dtype
 
 
 @pytest.fixture

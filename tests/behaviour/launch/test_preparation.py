@@ -31,13 +31,13 @@ def git(root: Path, *arguments: str):
 def root(tmp_path) -> Path:
     """A small checkout with one commit."""
     root = tmp_path / "checkout"
-    files = {
-        ".gitignore": "*.so\n__pycache__/\n/runs/\n",
-        "vitscale/model.py": "width = 1\n",
-        "vitscale/old.py": "old = 1\n",
-        "launch/job.sh": "#!/bin/sh\n",
-        "docs/page.md": "text\n",
-    }
+    files = yaml.safe_load(r"""
+    .gitignore: "*.so\n__pycache__/\n/runs/\n"
+    vitscale/model.py: "width = 1\n"
+    vitscale/old.py: "old = 1\n"
+    launch/job.sh: "#!/bin/sh\n"
+    docs/page.md: "text\n"
+    """)
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -154,13 +154,10 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    run = DataPrepRun.model_validate(
-        {
-            "output": "shards",
-            "source": {"path": "tars", "kind": "webdataset"},
-            "script": "index_shards",
-        }
+    values = yaml.safe_load(
+        "{output: shards, source: {path: tars, kind: webdataset}, script: index_shards}"
     )
+    run = DataPrepRun.model_validate(values)
     job = prepare_job(run, cluster="slurm")
     config = Path(job.config)
 

@@ -11,6 +11,7 @@ from ctypes import c_char_p
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launch.comparison.runs import load_runs
 from launch.jobs import queue
@@ -57,12 +58,7 @@ class RunFolder:
     def log(self, step: int, *, ago: float = 10.0, **metrics: float):
         """The end of an interval, of a training of 100 steps that has started a minute ago."""
         if read_start(self.folder) is None:
-            facts = {
-                "time": NOW - 60,
-                "first_step": 0,
-                "total_steps": 100,
-            }
-            append_event(self.folder, STARTED, facts)
+            self.started(NOW - 60)
         row = Row(
             step=step,
             time=NOW - ago,
@@ -71,22 +67,16 @@ class RunFolder:
         with open(self.folder / "journal.jsonl", "ab") as file:
             file.write(encode(row))
 
+    def started(self, moment: float):
+        facts = {"time": moment, "first_step": 0, "total_steps": 100}
+        append_event(self.folder, STARTED, facts)
+
     def attempt(self, ending: str | None, *, number: int = 1, **more):
         """One that has started a minute ago, and ended now unless `ending` is None."""
-        values = {
-            "number": number,
-            "cluster": "slurm",
-            "job_id": JOB,
-            "restart": 0,
-            "nodes": ["n1", "n2"],
-            "started": NOW - 60,
-        }
+        values = yaml.safe_load("{cluster: slurm, restart: 0, nodes: [n1, n2]}")
+        values |= {"number": number, "job_id": JOB, "started": NOW - 60}
         if ending:
-            values |= {
-                "ended": NOW,
-                "ending": ending,
-                "reason": "why",
-            }
+            values |= {"ended": NOW, "ending": ending, "reason": "why"}
         append_event(self.folder, ATTEMPT, values | more)
 
     def checkpoint(self, step: int):
@@ -100,16 +90,13 @@ class RunFolder:
 
 def job(state: str, *, reason: str | None = None, **more) -> QueuedJob:
     values = {
-        "job_id": JOB,
-        "submitted_id": JOB,
-        "state": state,
-        "reason": reason,
+        **dict.fromkeys(("job_id", "submitted_id"), JOB),
         "start": None,
         "nodes": None,
         "submitted": NOW - 720,
         "script": f"/else/where/{SCRIPT}",
     }
-    return QueuedJob(**values | more)
+    return QueuedJob(state=state, reason=reason, **values | more)
 
 
 @pytest.fixture
@@ -428,12 +415,7 @@ def test_clocks_that_differ_change_no_age(run, here_ahead, node_ahead):
     # The node writes records with its clock; who looks has another one.
     began = NOW - 60 + node_ahead
     run.attempt(None, started=began)
-    facts = {
-        "time": began,
-        "first_step": 0,
-        "total_steps": 100,
-    }
-    append_event(run.folder, STARTED, facts)
+    run.started(began)
     run.log(1, ago=50 - node_ahead)
     run.log(41, ago=10 - node_ahead)
 

@@ -140,12 +140,7 @@ TABLE = read_yaml(
 ).values
 # No paper trains these.
 NO_RECIPE = {
-    "cifar10/vit_tiny",
-    "demo/pretrain",
-    "demo/finetune",
-    "digits/pretrain",
-    "digits/finetune",
-    "own",
+    *"cifar10/vit_tiny demo/pretrain demo/finetune digits/pretrain digits/finetune own".split()
 }
 
 

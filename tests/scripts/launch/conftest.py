@@ -75,13 +75,9 @@ class FakeSlurm:
         (option,) = re.findall(r"#SBATCH --output=(.*)", script)
         (log,) = shlex.split(option.replace("%j", "12"))
         # What SLURM tells a batch script, and what the ranks' shell lines write to.
-        variables = {
-            "SLURM_JOB_ID": "12",
-            "SLURM_JOB_NODELIST": "n[1-2]",
-            "SLURM_JOB_NUM_NODES": "2",
-            "SLURMD_NODENAME": "n1",
-            "RUN": str(self.run_folder),
-        }
+        words = "SLURM_JOB_ID=12 SLURM_JOB_NODELIST=n[1-2] SLURM_JOB_NUM_NODES=2 SLURMD_NODENAME=n1"
+        variables = dict(word.split("=") for word in words.split())
+        variables["RUN"] = str(self.run_folder)
         # At the first start the variable is not set.
         if restart:
             variables["SLURM_RESTART_COUNT"] = str(restart)

@@ -58,14 +58,9 @@ def commands_of(actions: str) -> str:
 
 
 # The values of --json that other programs read, as paths.
-KEYS = (
-    "name",
-    "state",
-    "logged/step",
-    "logged/total_steps",
-    "logged/images_per_s",
-    "failure/what",
-)
+KEYS = """
+    name state logged/step logged/total_steps logged/images_per_s failure/what
+""".split()
 
 
 @lines(STATES)

@@ -37,23 +37,15 @@ from vitscale.distributed.processes import free_port, process_state
 
 # Everything a rank imports, some of it late. DeepSpeed imports the last one, which is not in every
 # release, in `initialize`, and torch.compile with it: 5 s.
-WARMED = (
+WARMED = [
     __name__,
-    "numpy",
-    "torch",
-    "vitscale.training.session",
-    "vitscale.evaluation.classification",
-    "vitscale.models.vit",
-    "vitscale.objectives.teacher",
-    "vitscale.objectives.losses",
-    "vitscale.config.command_line",
-    "pretrain.run",
-    "finetune.run",
-    "finetune.settings",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
-    "deepspeed.runtime.zero.muon.original_muon",
-)
+    *"""
+    numpy torch vitscale.training.session vitscale.evaluation.classification vitscale.models.vit
+    vitscale.objectives.teacher vitscale.objectives.losses vitscale.config.command_line
+    pretrain.run finetune.run finetune.settings matplotlib.figure
+    matplotlib.backends.backend_agg deepspeed.runtime.zero.muon.original_muon
+    """.split(),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
