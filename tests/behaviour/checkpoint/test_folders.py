@@ -27,7 +27,7 @@ RANK_FILE = "rank-00000.safetensors"
 MANIFEST = "manifest.json"
 
 
-def save(tmp_path: Path, step: int) -> Path:
+def save(tmp_path, step: int) -> Path:
     return light_save(tmp_path / "checkpoints", step=step, keep=9).folder
 
 

@@ -120,7 +120,7 @@ def rmtree(folder: Path, *, ignore_errors: bool = False):
     os.rmdir(folder)
 
 
-def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
+def broken_promises(tmp_path, *, keep: int = 1) -> list[str]:
     """Lose power after each call of three saves; return what the reader finds wrong."""
     root = tmp_path / "disk"
     after = tmp_path / "after"

@@ -63,7 +63,7 @@ def shards(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def copy(shards: Path, tmp_path) -> Path:
+def copy(shards, tmp_path) -> Path:
     return shutil.copytree(shards, tmp_path / "copy")
 
 

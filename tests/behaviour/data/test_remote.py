@@ -72,7 +72,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[RangeServer]:
+def server(folder) -> Iterator[RangeServer]:
     with served(folder) as running:
         yield running
 
@@ -338,7 +338,7 @@ class Cache:
 
 
 @pytest.fixture
-def cache(tmp_path, log: Path) -> Cache:
+def cache(tmp_path, log) -> Cache:
     return Cache(tmp_path)
 
 
@@ -480,12 +480,12 @@ def batches_of(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(folder: Path) -> list[list[bytes]]:
+def undisturbed(folder) -> list[list[bytes]]:
     return batches_of(Run(folder))
 
 
 @pytest.fixture
-def run(server: RangeServer, tmp_path) -> Run:
+def run(server, tmp_path) -> Run:
     return Run(server.url, {"remote": {"cache_path": str(tmp_path / "cache")}})
 
 

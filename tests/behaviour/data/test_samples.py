@@ -123,7 +123,7 @@ def cached(folder: Path, cache: Path) -> TrainingSamples:
 READERS = ("training", "evaluation", "streamed", "cached")
 
 
-def reader(name: str, shards: Path, tmp_path: Path) -> Samples:
+def reader(name: str, shards: Path, tmp_path) -> Samples:
     if name == "cached":
         return cached(shards, tmp_path / "cache")
     if name == "streamed":

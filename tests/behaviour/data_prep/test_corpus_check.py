@@ -59,7 +59,7 @@ def write_folder(root: Path, images: Mapping[str, int]) -> Path:
 def stored(folder: Path) -> dict[str, set[tuple[str, str]]]:
     """Split -> (class, pixels as bytes) of the tars, read by tarfile and Pillow."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    pictures = defaultdict[str, set[tuple[str, str]]](set)
+    pictures = defaultdict(set)
     for path in folder.glob("*.tar"):
         split = path.name.partition("-")[0]
         with tarfile.open(path) as tar:
@@ -76,7 +76,7 @@ def stored(folder: Path) -> dict[str, set[tuple[str, str]]]:
     return pictures
 
 
-def refusal(tmp_path: Path, path: Path, **sections) -> str:
+def refusal(tmp_path, path: Path, **sections) -> str:
     """The error of a preparation, which leaves no output."""
     output = tmp_path / "refused"
     with pytest.raises(UserError) as caught:

@@ -255,7 +255,7 @@ FORMS = {
 }
 
 
-def listed_classes(tmp_path: Path, text: str) -> dict[str, str]:
+def listed_classes(tmp_path, text: str) -> dict[str, str]:
     """The class of each image of val, by a list of this text."""
     listing = tmp_path / "list"
     listing.write_bytes(text.encode())

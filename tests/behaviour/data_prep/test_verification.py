@@ -41,7 +41,7 @@ def sound(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def shards(sound: Path, tmp_path) -> Path:
+def shards(sound, tmp_path) -> Path:
     return shutil.copytree(sound, tmp_path / "shards")
 
 

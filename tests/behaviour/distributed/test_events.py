@@ -273,7 +273,7 @@ def test_every_node_records_that_the_store_of_rank_0_is_silent(
 
 def test_storage_that_hangs_is_the_cause(tmp_path, monkeypatch):
     answered = threading.Event()
-    written = list[bool]()
+    written = []
 
     # Both a look at the folder and a record in it wait for the storage.
     def late_record(*_):

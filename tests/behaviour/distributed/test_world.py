@@ -306,7 +306,7 @@ def test_gloo_takes_the_network_of_the_route_to_the_first_rank(monkeypatch):
 def test_a_stop_that_hangs_keeps_its_exit_code(monkeypatch):
     """With 0, the job would count as done."""
     ended = threading.Event()
-    codes = list[int]()
+    codes = []
     leave = dist.destroy_process_group
 
     def end(code):

@@ -74,7 +74,7 @@ def test_training_says_what_the_weights_expect(tmp_path):
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Path:
+def shards(tmp_path) -> Path:
     make_shard_folder(tmp_path / "shards", classes=CLASSES)
     return tmp_path / "shards"
 

@@ -10,7 +10,6 @@ import torch
 import yaml
 from blake3 import blake3
 
-from finetune.run import FinetuneRun
 from launch.chains.executors import chain_states, check_unchanged, describe_chain
 from launch.chains.load import Chain, ChainStep, _sweeps, launch_command, load_chain
 from launch.chains.settings import ChainRun
@@ -150,7 +149,6 @@ def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder):
     names = [f"finetune/first-percent-{share}_seed-7" for share in (1, 10)]
     assert [step.name for step in steps] == names
     for step, share in zip(steps, ("1", "10"), strict=True):
-        assert isinstance(step.run, FinetuneRun)
         assert step.run.seed == 7
         # The share is of the pre-training's images: the transfer has all of its own.
         assert step.run.data.first_percent == 100
@@ -295,7 +293,7 @@ def test_runs_of_a_sweep_are_named_by_what_differs():
 
 
 @pytest.fixture
-def chain(folder: Path) -> Chain:
+def chain(folder) -> Chain:
     make_shard_folder(folder / "shards", classes=("a", "b", "c", "d", "e"))
     return chain_of(folder / "chain.yaml")
 

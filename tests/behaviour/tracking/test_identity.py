@@ -25,12 +25,12 @@ Store = sqlite3.Connection
 
 
 @pytest.fixture
-def uri(mlflow_database: Path) -> str:
+def uri(mlflow_database) -> str:
     return f"sqlite:///{mlflow_database}"
 
 
 @pytest.fixture
-def store(mlflow_database: Path) -> Store:
+def store(mlflow_database) -> Store:
     return sqlite3.connect(mlflow_database, isolation_level=None)
 
 

@@ -38,12 +38,12 @@ Store = sqlite3.Connection
 
 
 @pytest.fixture
-def store(mlflow_database: Path) -> Store:
+def store(mlflow_database) -> Store:
     return sqlite3.connect(mlflow_database, isolation_level=None)
 
 
 @pytest.fixture
-def open_tracker(mlflow_database: Path, tmp_path, monkeypatch) -> Open:
+def open_tracker(mlflow_database, tmp_path, monkeypatch) -> Open:
     # Nothing here is about the waits that are bounded for a training's sake.
     for name in ("CLOSE_WAIT_S", "FAILED_CLOSE_WAIT_S"):
         monkeypatch.setattr(tracker_module, name, PATIENCE_S)
@@ -296,7 +296,7 @@ def test_the_node_is_watched_until_the_run_ends(
 
 
 @pytest.fixture
-def folder(open_tracker: Open, tmp_path) -> Path:
+def folder(open_tracker, tmp_path) -> Path:
     """With a file that is sent, and a link to one outside, which is not."""
     run = tmp_path / "run"
     with open_tracker(settings={"uri": None, "experiment": "copies"}) as tracker:

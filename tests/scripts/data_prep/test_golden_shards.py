@@ -16,7 +16,7 @@ from blake3 import blake3
 from tests.support.corpora import image_corpus
 from tests.support.corpora.external_tars import tar_bytes, write_tars
 from tests.support.corpora.image_corpus import run_script
-from tests.support.golden import FOLDER, Golden
+from tests.support.golden import FOLDER
 from tests.support.tables import Values, every
 
 # Without splits of its own: the held-out part, and the places in two tars, come from the seed.
@@ -163,7 +163,7 @@ def test_shards_keep_their_bytes(kind, golden, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def shards(golden: Golden, tmp_path_factory) -> Path:
+def shards(golden, tmp_path_factory) -> Path:
     """A shard folder that was made when the golden files were last renewed."""
 
     def make(folder):

@@ -65,7 +65,7 @@ class Shards:
 
 
 @pytest.fixture(scope="module")
-def digits(digits_shards: Path) -> Shards:
+def digits(digits_shards) -> Shards:
     # Of one format, so that Hugging Face's reader, which needs a column for images, can read them.
     table = pq.read_table(digits_shards / "index.parquet")
     (suffix,) = {*table.column("format").to_pylist()}

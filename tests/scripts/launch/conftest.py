@@ -118,7 +118,7 @@ def submitted(tmp_path_factory) -> FakeSlurm:
 
 
 @pytest.fixture
-def slurm(submitted: FakeSlurm, tmp_path) -> FakeSlurm:
+def slurm(submitted, tmp_path) -> FakeSlurm:
     folder = tmp_path / "job"
     shutil.copytree(submitted.folder, folder, symlinks=True)
     slurm = FakeSlurm(folder=folder)

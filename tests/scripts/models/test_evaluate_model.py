@@ -63,7 +63,7 @@ def evaluate_run(
 
 
 @pytest.fixture(scope="module")
-def supervised(fault_runs: FaultRuns, tmp_path_factory) -> Path:
+def supervised(fault_runs, tmp_path_factory) -> Path:
     """With an average of the weights."""
     words = ("engine.zero_stage=3", "model.representation_layer=true")
     folder = tmp_path_factory.mktemp("supervised")

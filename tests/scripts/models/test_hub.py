@@ -18,7 +18,7 @@ import torch
 import yaml
 from huggingface_hub import constants
 
-from tests.scripts.models.conftest import NPZ, Scripts
+from tests.scripts.models.conftest import NPZ
 from tests.support.engine.small_models import export, small_model
 from tests.support.range_server import Answering, listening
 from tests.support.tables import refused
@@ -156,7 +156,7 @@ class Api(Answering):
 
 
 @pytest.fixture
-def hub(scripts: Scripts, tmp_path) -> Iterator[Hub]:
+def hub(scripts, tmp_path) -> Iterator[Hub]:
     """An empty one, which this process and the scripts use, with a token."""
     environment = {
         "HF_HOME": str(tmp_path / "home"),

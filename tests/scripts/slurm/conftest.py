@@ -317,7 +317,7 @@ def slurm() -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def submit(
-    slurm: SlurmCluster,
+    slurm,
     tmp_path,
     monkeypatch,
     request,

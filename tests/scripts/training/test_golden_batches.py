@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.golden import Golden
 from tests.support.loader_runs import SEED, rank_batches_of
 from tests.support.runs import OTHER_SHARDS, SHARDS, TINY, make_shards
 from vitscale.data.loader import Batch
@@ -56,7 +55,7 @@ def rows(batch: Batch) -> list[str]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def stored_shards(golden: Golden, tmp_path_factory):
+def stored_shards(golden, tmp_path_factory):
     """Write the shards of all golden trainings anew, first of all with --renew-golden."""
     for shards, how in (
         (SHARDS, {"per_class": 20, "seed": 100}),

@@ -7,7 +7,7 @@ import pytest
 from tests.support.engine.engine_checks import CHECKS
 from tests.support.golden import Golden
 from tests.support.ranks.fault_runs import wait_all
-from tests.support.ranks.warm_ranks import ROOT, WarmStarter
+from tests.support.ranks.warm_ranks import ROOT
 from tests.support.runs import CURVES, MIXED, REL, journal, run
 from tests.support.tables import every
 
@@ -31,7 +31,7 @@ def check_curves(golden: Golden, name: str, folder: Path):
 
 
 @pytest.fixture(scope="module")
-def supervised(warm_starter: WarmStarter, tmp_path_factory) -> Path:
+def supervised(warm_starter, tmp_path_factory) -> Path:
     """A finished run, two ranks at ZeRO 1."""
     folder = tmp_path_factory.mktemp("supervised")
     run(warm_starter, "pretrain/main.py", folder, *MIXED, num_ranks=2)
@@ -77,7 +77,7 @@ def test_finetuning_at_a_higher_resolution(warm_starter, supervised, tmp_path, g
 
 
 @pytest.fixture(scope="module")
-def printed(warm_starter: WarmStarter, tmp_path_factory) -> list[str]:
+def printed(warm_starter, tmp_path_factory) -> list[str]:
     """The output of two ranks that ran all checks."""
     worker = [ROOT / "tests/support/engine/engine_checks.py"]
     folder = tmp_path_factory.mktemp("zero")

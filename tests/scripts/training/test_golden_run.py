@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from tests.support.engine.subjects import WORLD
-from tests.support.golden import Golden
 from tests.support.ranks.fault_runs import fault
 from tests.support.ranks.thread_ranks import run_ranks
 from tests.support.ranks.warm_ranks import WarmStarter
@@ -46,7 +45,7 @@ STOPPED = fault("backward", 21, "SIGTERM")
 
 
 @pytest.fixture(scope="module")
-def stored(golden: Golden, warm_starter: WarmStarter, tmp_path_factory) -> Path:
+def stored(golden, warm_starter, tmp_path_factory) -> Path:
     def make(path):
         folder = tmp_path_factory.mktemp("made")
         train(warm_starter, folder, num_ranks=2, faults={1: [KILLED]})

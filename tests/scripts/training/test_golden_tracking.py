@@ -32,7 +32,7 @@ POINTS = "training/mlflow_points.json"
 
 
 @pytest.fixture
-def folder(mlflow_database: Path) -> Path:
+def folder(mlflow_database) -> Path:
     return mlflow_database.parent
 
 

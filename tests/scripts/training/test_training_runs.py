@@ -30,7 +30,7 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def finished(fault_runs: FaultRuns) -> Path:
+def finished(fault_runs) -> Path:
     """A run folder."""
     return fault_runs.undisturbed()
 
