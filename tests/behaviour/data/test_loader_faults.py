@@ -164,7 +164,6 @@ def test_a_worker_that_gives_no_batch_is_named_whatever_it_does(
     # The path is not opened: the samples are made here.
     data = DataSettings(path="x", global_batch=3, num_workers=2)
     samples = StuckSamples(how)
-    samples = StuckSamples(how)
     with open_batches(
         samples,
         positions,

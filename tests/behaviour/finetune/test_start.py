@@ -191,19 +191,6 @@ def test_an_unfinished_run_is_called_so(shards, tmp_path):
         assert lines[0].endswith(ending)
 
 
-def test_a_head_of_a_run_is_kept_by_name(shards, tmp_path):
-    run = tmp_path / "run"
-    source = write_run(run, shards, classes=("dog", "cat"))
-    lines, model = started(shards, run)
-    assert torch.equal(model.head.weight, source.head.weight[[1, 0]])
-    assert lines[1] == "kept 2 of 2 classes of the head, matched by name"
-
-    # A cat would get the weights of the owl.
-    write_run(tmp_path / "other", shards, classes=("dog", "owl"))
-    with refused(r"\(dog, owl, ...\) include 1 of the 2"):
-        started(shards, tmp_path / "other")
-
-
 # The same classes in any order; others; and models whose head reads other features than the run's.
 @rows("""
 - [classes, changes, is_kept]

@@ -7,7 +7,7 @@ import base64
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,7 +54,6 @@ def linked_folder(path: Path, secret: Path):
 
 
 # What somebody else may have put in place of a file. Of a pipe or a device a read never ends.
-Attack = Callable[[Path, Path], object]
 ATTACKS = {
     "link": Path.symlink_to,
     "relative link": lambda path, secret: path.symlink_to(
