@@ -45,10 +45,10 @@ training/test_golden_curves slurm/test_chains models/test_commands slurm/test_su
 """.split()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]):
     """Put the tests of LONGEST before all others; the order within a file stays."""
 
-    def turn(item: pytest.Item) -> int:
+    def turn(item):
         name = str(item.path.with_suffix(""))
         for number, end in enumerate(LONGEST):
             if name.endswith(f"/{end}"):
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=turn)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser):
     parser.addoption(
         "--renew-golden",
         action="store_true",
@@ -80,7 +80,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def golden(pytestconfig: pytest.Config) -> Golden:
+def golden(pytestconfig) -> Golden:
     return Golden(renew=pytestconfig.getoption("--renew-golden"))
 
 
@@ -109,7 +109,7 @@ def new_mlflow_database(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def mlflow_database(new_mlflow_database: Path, tmp_path) -> Path:
+def mlflow_database(new_mlflow_database, tmp_path) -> Path:
     """A copy of it, in a folder of its own."""
     (tmp_path / "store").mkdir()
     return Path(shutil.copy(new_mlflow_database, tmp_path / "store"))
@@ -162,8 +162,8 @@ def digits_shards(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def fault_runs(
-    warm_starter: WarmStarter,
-    digits_shards: Path,
+    warm_starter,
+    digits_shards,
     tmp_path_factory,
 ) -> FaultRuns:
     folder = tmp_path_factory.mktemp("faults")
@@ -171,7 +171,7 @@ def fault_runs(
 
 
 @pytest.fixture(scope="session")
-def killed(fault_runs: FaultRuns) -> Path:
+def killed(fault_runs) -> Path:
     """A training killed in step 17, with checkpoints of steps 10 and 15. Tests copy it."""
     folder = fault_runs.folder / "killed"
 
@@ -184,5 +184,5 @@ def killed(fault_runs: FaultRuns) -> Path:
 
 
 @pytest.fixture
-def killed_copy(killed: Path, tmp_path) -> Path:
+def killed_copy(killed, tmp_path) -> Path:
     return copy_run(killed, tmp_path)

@@ -18,7 +18,7 @@ from vitscale.config.packaged import CONFIGS, config_names
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch) -> None:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
 
@@ -28,7 +28,7 @@ def started(monkeypatch) -> list[str]:
     """The script and the words of what was started last."""
     found = []
 
-    def note(script: str, words: list[str]) -> None:
+    def note(script, words):
         found[:] = [script, *words]
 
     monkeypatch.setattr(command, "execute", note)

@@ -1,7 +1,5 @@
 """Completion of commands, configurations, keys, values, runs and paths in three shells."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -68,9 +66,7 @@ def completed(shell: str, words: list[str], folder: Path) -> list[str]:
 - [status di, digits]
 - [compare di, digits]
 """)
-def test_the_last_word_is_completed(
-    shell: str, typed: str, follows: str, tmp_path: Path
-) -> None:
+def test_the_last_word_is_completed(shell, typed, follows, tmp_path):
     (tmp_path / "runs/digits").mkdir(parents=True)
     (tmp_path / "runs/digits/config.yaml").touch()
     words = typed.split()
@@ -81,12 +77,12 @@ def test_the_last_word_is_completed(
     assert completed(shell, words, tmp_path) == [follows]
 
 
-def test_keys_are_those_of_the_settings() -> None:
+def test_keys_are_those_of_the_settings():
     """After a change: python docs/settings_page.py"""
     assert COMPLETED_KEYS.read_text() == completed_keys()
 
 
-def test_completion_imports_nothing_slow() -> None:
+def test_completion_imports_nothing_slow():
     """Not even pydantic: a word is complete before its writer is impatient."""
     shown = "import sys; from vitscale import command; "
     shown += (

@@ -39,7 +39,7 @@ HOSTILE = dict(
 
 
 # As a job under nohup or a container's init may start it.
-def become_hostile() -> None:
+def become_hostile():
     os.umask(0o077)
     for number in (
         signal.SIGHUP,

@@ -88,7 +88,6 @@ def test_every_private_name_is_listed():
 def test_deepspeed_defines_the_name(name):
     spec = importlib.util.find_spec("deepspeed")
     # Read and not imported: importing it takes seconds, and some modules need a GPU.
-    assert spec.origin is not None
     assert name in (Path(spec.origin).parent / PRIVATE[name]).read_text()
 
 

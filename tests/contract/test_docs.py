@@ -85,7 +85,7 @@ def test_paths_named_in_docs_exist():
     folders = {path for path in tracked if (ROOT / path).is_dir() and "/" not in path}
     names = {Path(path).name for path in tracked} | EXTERNAL
 
-    def is_wrong(path: str) -> bool:
+    def is_wrong(path):
         # Other words with a slash are no paths, such as and/or.
         is_path = path.split("/")[0] in folders or path.endswith(SUFFIXES)
         return is_path and path not in EXTERNAL and not _is_known(path, tracked)

@@ -83,7 +83,7 @@ def run_all(folder: Path, commands: dict[str, list[str]]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
 
     # Lines before the last one are of scripts that print at import.
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(done.stdout.splitlines()[-1])
     assert sorted(folder.iterdir()) == before, "a script wrote files"
     return report
 
@@ -158,7 +158,7 @@ def test_configuration_errors_are_reported(started):
                 assert part in run["output"], run
 
 
-def test_a_wrong_path_is_an_error_before_torch_is_imported(tmp_path: Path) -> None:
+def test_a_wrong_path_is_an_error_before_torch_is_imported(tmp_path):
     """That of a model, and of an image."""
     commands = {}
     for name, words in (
@@ -181,8 +181,8 @@ def test_a_wrong_path_is_an_error_before_torch_is_imported(tmp_path: Path) -> No
 
 
 def test_no_script_ends_without_its_error_where_rank_is_set(
-    started: dict[str, Any],
-) -> None:
+    started,
+):
     # Only the first rank reports; where no other process is the first one, nobody would.
     assert len(started["ranks"]) == len(WITH_CONFIG)
     for name, run in started["ranks"].items():

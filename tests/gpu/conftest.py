@@ -25,7 +25,7 @@ def device() -> str:
 
 @pytest.fixture
 # Joining sets variables, which the next one would take for a launcher's.
-def world(device: str) -> Iterator[World]:
+def world(device) -> Iterator[World]:
     with (
         mock.patch.dict(os.environ),
         process_group(

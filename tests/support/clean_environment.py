@@ -28,7 +28,7 @@ SET = {
 OWN_SIGNALS = {signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ}
 
 
-def clean_environment() -> None:
+def clean_environment():
     """Make this process independent of the shell that started it. To be called once, at first."""
     if "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
         os.environ.setdefault("PY_COLORS", "0")  # for pytest alone
@@ -49,7 +49,7 @@ def clean_environment() -> None:
     restore_signals()
 
 
-def restore_signals() -> None:
+def restore_signals():
     """Let children start with the default action of every signal.
 
     nohup and a shell's `&` let a process ignore signals, and so all that it starts. A handler does
@@ -65,5 +65,5 @@ def restore_signals() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def go_on(*_) -> None:
+def go_on(*_):
     """Handle a signal that this process ignores."""

@@ -22,12 +22,12 @@ class Golden:
 
     renew: bool
 
-    def text(self, name: str, made: str) -> None:
+    def text(self, name: str, made: str):
         if self.renew:
             self._write(name, made)
         assert made == (FOLDER / name).read_text()
 
-    def json(self, name: str, made, *, rel: float = 0.0) -> None:
+    def json(self, name: str, made, *, rel: float = 0.0):
         """Compare JSON values; numbers that are no integers may differ by `rel`."""
         text = json.dumps(made, indent=1) + "\n"
         if self.renew:
@@ -50,7 +50,7 @@ class Golden:
         return path
 
     @staticmethod
-    def _write(name: str, text: str) -> None:
+    def _write(name: str, text: str):
         path = FOLDER / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

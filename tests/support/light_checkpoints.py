@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from vitscale.checkpoint.folders import (
     Commit,
@@ -37,7 +36,7 @@ def tensor_file(step: int, rank: int = 0) -> bytes:
     return length + header + bytes([step]) * LENGTH
 
 
-def flip(path: Path, position: int, bit: int = 0) -> None:
+def flip(path: Path, position: int, bit: int = 0):
     data = bytearray(path.read_bytes())
     data[position] ^= 1 << bit
     path.write_bytes(bytes(data))
@@ -55,7 +54,7 @@ def light_save(
 ) -> Commit:
     """score: of its evaluation; None: it was not evaluated."""
     # `n` tells which save was read; `unreadable` is what a session asks a checkpoint for.
-    progress: dict[str, Any] = {"n": step, "unreadable": 0}
+    progress = {"n": step, "unreadable": 0}
     if score is not None:
         progress["score"] = score_of({"val/top1": score})
     save = Save(
@@ -70,7 +69,7 @@ def light_save(
     return commit_save(save, [tensor_file(step, rank)], gather=gather)
 
 
-def main() -> None:
+def main():
     folder, step, keep = sys.argv[1:]
     os.kill(os.getpid(), signal.SIGSTOP)  # from here on a tracer counts
     code = 0

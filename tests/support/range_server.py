@@ -108,7 +108,7 @@ class _Http(ThreadingHTTPServer):
     # Tests ask from many workers at once; Python's own queue holds 5.
     request_queue_size = 128
 
-    def handle_error(self, *arguments) -> None:
+    def handle_error(self, *arguments):
         """A client that closes its connection is no error."""
 
 
@@ -118,13 +118,13 @@ class Answering(BaseHTTPRequestHandler):
     # Connections stay open, as with real stores: a client that reuses a broken one shows it.
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *arguments) -> None:
+    def log_message(self, *arguments):
         pass
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self.do_GET()
 
-    def answer(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
+    def answer(self, status: int, data: bytes, headers: Mapping[str, str]):
         self.send_response(status)
         # A fault may announce another length than it sends.
         headers = {"Content-Length": str(len(data)), **headers}
@@ -138,7 +138,7 @@ class Answering(BaseHTTPRequestHandler):
 class _Handler(Answering):
     state: RangeServer
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         url = urlsplit(self.path)
         path = unquote(url.path).lstrip("/")
 
@@ -187,7 +187,7 @@ class _Handler(Answering):
             self.close_connection = True
         self._end(status, data, headers)
 
-    def _end(self, status: int, data: bytes, headers: Mapping[str, str] = {}) -> None:
+    def _end(self, status: int, data: bytes, headers: Mapping[str, str] = {}):
         if self.command == "GET":
             self.state.sent[unquote(self.path).lstrip("/")] += len(data)
         self.answer(status, data, headers)

@@ -110,7 +110,7 @@ def journal(folder: Path, *names: str) -> dict[str, list[float]]:
     return {name: [row[name] for row in in_order if name in row] for name in names}
 
 
-def make_shards(folder: Path, *, images: Path, per_class: int, seed: int) -> None:
+def make_shards(folder: Path, *, images: Path, per_class: int, seed: int):
     """Write small photographs of different shapes as JPEG, and shards of them.
 
     images: an empty folder for the photographs.

@@ -1,7 +1,5 @@
 """Cases of tests as tables, and what a refused one raises."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

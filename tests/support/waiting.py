@@ -21,7 +21,7 @@ def wait_until(
     *,
     else_say: Callable[[], object] = lambda: "the condition never became true",
     every_s: float = 0.005,
-) -> None:
+):
     """Return once the condition is true; `else_say` gives the message of the failure."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():

@@ -104,7 +104,7 @@ def check_recovery(folder: Path, *, promised: bool) -> int:
 
 def fault_at_each(
     strace: str,
-    tmp_path: Path,
+    tmp_path,
     fault: str,
     *,
     calls: Sequence[str] = (),

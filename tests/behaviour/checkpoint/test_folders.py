@@ -27,7 +27,7 @@ RANK_FILE = "rank-00000.safetensors"
 MANIFEST = "manifest.json"
 
 
-def save(tmp_path: Path, step: int) -> Path:
+def save(tmp_path, step: int) -> Path:
     return light_save(tmp_path / "checkpoints", step=step, keep=9).folder
 
 
@@ -51,7 +51,7 @@ a file: rm -r $PWD; touch $PWD
 )
 
 
-def damaged(kind: str, folder: Path) -> None:
+def damaged(kind: str, folder: Path):
     if kind == "bit flipped":
         flip(folder / RANK_FILE, -1)
         return
@@ -275,9 +275,7 @@ def test_ranks_share_the_verification_and_agree(tmp_path, monkeypatch, num_damag
 - [1, {1: 0.5, 2: 0.5, 3: 0.4}, [3, 1]]
 - [2, {1: 0.1, 2: 0.2, 3: 0.3}, [3, 2]]
 """)
-def test_the_best_checkpoint_stays_beside_the_newest(
-    tmp_path, keep, scores: dict[int, float | None], kept
-):
+def test_the_best_checkpoint_stays_beside_the_newest(tmp_path, keep, scores, kept):
     """Of equal ones the first; a run that resumes takes the newest, other commands the best."""
     folder = tmp_path / "checkpoints"
     for step, score in scores.items():
@@ -285,7 +283,6 @@ def test_the_best_checkpoint_stays_beside_the_newest(
     paths = step_folders(folder)
     assert [step_of(path) for path in paths] == kept
     newest, _ = newest_checkpoint(folder)
-    assert newest is not None
     assert newest.step == kept[0]
 
     values = {step: score for step, score in scores.items() if score is not None}
@@ -293,7 +290,6 @@ def test_the_best_checkpoint_stays_beside_the_newest(
     if not values:
         assert best is None
         return
-    assert best is not None
     path, _ = best
     assert step_of(path) == max(values, key=lambda step: values[step])
 

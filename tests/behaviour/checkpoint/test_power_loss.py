@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +26,7 @@ from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import fsync_folder
 
 # All calls by which the protocol changes the disk.
-RECORDED = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+RECORDED = "open write fsync rename replace mkdir unlink rmdir".split()
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Node:
 class DiskModel:
     """The tree below one real folder, changed by recorded calls."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path):
         self.root = root
         self.top = Node(True)
         self.files = {}
@@ -60,7 +59,7 @@ class DiskModel:
         path = Path(path)
         return self.node(path.parent).names, path.name
 
-    def apply(self, call: str, result, *arguments) -> None:
+    def apply(self, call: str, result, *arguments):
         match call, arguments:
             case "open", (path, flags, *_):
                 # A new file has a name at once, for as long as power is there.
@@ -102,7 +101,7 @@ def _durable(node: Node, *, all_names: bool) -> Node:
     return Node(node.is_folder, content=node.durable_content, names=left)
 
 
-def write_out(node: Node, path: Path) -> None:
+def write_out(node: Node, path: Path):
     """Write a state's tree as real files, for the real reader."""
     if not node.is_folder:
         path.write_bytes(node.content)
@@ -112,7 +111,7 @@ def write_out(node: Node, path: Path) -> None:
         write_out(child, path / name)
 
 
-def rmtree(folder: Path, *, ignore_errors: bool = False) -> None:
+def rmtree(folder: Path, *, ignore_errors: bool = False):
     """shutil.rmtree in calls with whole paths."""
     if ignore_errors and not folder.exists():
         return
@@ -121,7 +120,7 @@ def rmtree(folder: Path, *, ignore_errors: bool = False) -> None:
     os.rmdir(folder)
 
 
-def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
+def broken_promises(tmp_path, *, keep: int = 1) -> list[str]:
     """Lose power after each call of three saves; return what the reader finds wrong."""
     root = tmp_path / "disk"
     after = tmp_path / "after"
@@ -130,7 +129,7 @@ def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
     promised = 0
     broken = []
 
-    def lose_power(moment: str) -> None:
+    def lose_power(moment):
         for kind, state in zip(("least", "names only"), model.states(), strict=True):
             write_out(state, after)
             step = 0
@@ -143,7 +142,7 @@ def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
                 broken.append(f"{kind}: step {step} where {where}")
             shutil.rmtree(after)
 
-    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(name, function):
         def call(*arguments, **options):
             result = function(*arguments, **options)
             if name == "write":  # the caller reuses its buffer
@@ -192,7 +191,7 @@ def unflushed(path: Path, pieces, *, suffix: str) -> tuple[int, str]:
         return WRITE_NEW_FILE(path, pieces)
 
 
-def rename_only(temporary: Path, final: Path, *, flush: str) -> None:
+def rename_only(temporary: Path, final: Path, *, flush: str):
     """Commit with one of the two flushes that belong to it."""
     if flush == "content":
         fsync_folder(temporary)
@@ -201,7 +200,7 @@ def rename_only(temporary: Path, final: Path, *, flush: str) -> None:
         fsync_folder(final.parent)
 
 
-def pruned_first(temporary: Path, final: Path) -> None:
+def pruned_first(temporary: Path, final: Path):
     """Remove the old steps before the new one has its name."""
     for path in final.parent.glob("step-*"):
         rmtree(path)

@@ -50,13 +50,13 @@ def save(folder: Path, world: World, *, step: int, keep: int = 3) -> Path:
     return store.wait().folder
 
 
-def refuse(*_) -> None:
+def refuse(*_):
     """Fail like a disk, in place of any function that writes."""
     raise OSError(errno.EIO, os.strerror(errno.EIO), "disk")
 
 
 def test_update_waits_for_the_host_copy_and_not_for_the_disk(
-    tmp_path, world: World, monkeypatch
+    tmp_path, world, monkeypatch
 ):
     """Copy and disk hang: the save has returned; what changes after the copy is not saved."""
     copying = threading.Event()
@@ -118,9 +118,7 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
     assert checkpoint.progress == {"n": 1}
 
 
-def test_next_save_waits_and_raises_the_previous_error(
-    tmp_path, world: World, monkeypatch
-):
+def test_next_save_waits_and_raises_the_previous_error(tmp_path, world, monkeypatch):
     store = CheckpointStore(tmp_path, keep=2, world=world)
     tensors = {"model.a": torch.zeros(3)}
 
@@ -158,7 +156,7 @@ def test_next_save_waits_and_raises_the_previous_error(
 
 
 def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
-    tmp_path, world: World, monkeypatch
+    tmp_path, world, monkeypatch
 ):
     now = 0.0
     lines = []
@@ -230,7 +228,7 @@ def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
 
 @every(error=[None, OSError(errno.EIO, "I/O error", "journal.jsonl")])
 def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
-    tmp_path, world: World, error
+    tmp_path, world, error
 ):
     """And a step is committed even if that fails: nothing but its log lines is at risk."""
     committed = []
@@ -262,7 +260,7 @@ def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
 
 
 @every(stop=[None, SystemExit(75), KeyError("other")])
-def test_store_waits_for_its_last_save(tmp_path, world: World, monkeypatch, stop):
+def test_store_waits_for_its_last_save(tmp_path, world, monkeypatch, stop):
     """Exit code 75 would claim a checkpoint; another error stays and notes a failed save."""
 
     def save_and_stop():
@@ -294,7 +292,7 @@ def test_store_waits_for_its_last_save(tmp_path, world: World, monkeypatch, stop
 
 # A kind of bad value in each type that weights and moments have.
 @rows("[[name, value], [float32, .nan], [bfloat16, .inf], [float16, -.inf]]")
-def test_state_that_is_not_finite_is_not_committed(tmp_path, world: World, name, value):
+def test_state_that_is_not_finite_is_not_committed(tmp_path, world, name, value):
     """One value of many; no run recovers from it, and retention would remove the last good step."""
     dtype = getattr(torch, name)
     before = save(tmp_path, world, step=1)
@@ -330,9 +328,7 @@ def test_state_that_is_not_finite_is_not_committed(tmp_path, world: World, name,
     assert store.wait() is not None
 
 
-def test_save_that_reads_back_differently_is_refused(
-    tmp_path, world: World, monkeypatch
-):
+def test_save_that_reads_back_differently_is_refused(tmp_path, world, monkeypatch):
     save(tmp_path, world, step=1)
     write = folders.write_new_file
 
@@ -352,7 +348,7 @@ def test_save_that_reads_back_differently_is_refused(
     assert complaints == []
 
 
-def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world: World, monkeypatch):
+def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world, monkeypatch):
     folder = save(tmp_path, world, step=4)
     assert resolve_weights(str(tmp_path)) == resolve_weights(str(folder))
     assert resolve_weights(str(folder)) == (read_checkpoint(folder), [])

@@ -19,7 +19,7 @@ CONFIG = "{name: demo, data: {path: s, global_batch: 64}, model: {preset: B/16},
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch) -> None:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text(CONFIG + ", schedule: {epochs: 3}}")
 
@@ -49,7 +49,7 @@ def test_no_configuration_is_answered_with_commands():
         command(examples=("first", "second"))
 
 
-def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def shown(capsys, *argv: str) -> str:
     """Return what a call prints that only shows something."""
     with pytest.raises(SystemExit) as ended:
         command(*argv, examples=("x.py data.path=SHARDS",))

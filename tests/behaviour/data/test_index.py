@@ -47,7 +47,7 @@ from vitscale.data.webdataset import tar_samples, tars_of_split
 from vitscale.distributed import atomic_files
 
 
-def edit_manifest(folder: Path, **changes) -> None:
+def edit_manifest(folder: Path, **changes):
     """Change some values of a manifest, as a hand or another tool might."""
     path = folder / MANIFEST_NAME
     values = json.loads(path.read_text())
@@ -64,7 +64,7 @@ def shards(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def copy(shards: Path, tmp_path) -> Path:
+def copy(shards, tmp_path) -> Path:
     return shutil.copytree(shards, tmp_path / "copy")
 
 
@@ -106,18 +106,18 @@ def test_a_split_is_read_without_the_others(shards):
     assert keys(index) == NAMES
 
 
-def test_columns_are_as_narrow_as_their_values():
-    for value, dtype in (
-        (-1, "int8"),
-        # The number of classes of ImageNet-21k.
-        (21_842, "int16"),
-        # The largest value of its type, and the first that needs the next.
-        (2**31 - 1, "int32"),
-        (2**31, "int64"),
-    ):
-        column = narrowed(np.array([0, value]))
-        assert column.tolist() == [0, value]
-        assert column.dtype == dtype
+# The number of classes of ImageNet-21k; the largest value of a type, and one more.
+@rows("""
+- [value, dtype]
+- [-1, int8]
+- [21842, int16]
+- [2147483647, int32]
+- [2147483648, int64]
+""")
+def test_columns_are_as_narrow_as_their_values(value, dtype):
+    column = narrowed(np.array([0, value]))
+    assert column.tolist() == [0, value]
+    assert column.dtype == dtype
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_keys_of_any_samples_are_those_of_the_table(many_groups, split, seed):
     assert choose_by_key(some, listing).note == ""
 
 
-def damage_keys(path: Path, row_group: int) -> None:
+def damage_keys(path: Path, row_group: int):
     """Overwrite the keys of a row group on the disk."""
     metadata = pq.ParquetFile(path).metadata
     column = metadata.row_group(row_group).column(0)
@@ -195,7 +195,7 @@ def test_only_the_row_groups_of_the_samples_are_read(many_groups):
     assert other == "'train-c0-3'"
 
 
-def shortened(path: Path) -> None:
+def shortened(path: Path):
     """An index with the first three rows of each split."""
     table = pq.read_table(path)
     splits = []
@@ -205,7 +205,7 @@ def shortened(path: Path) -> None:
     write_index(path.parent, tables=splits)
 
 
-def rewrite(path: Path, *, columns: list[str] | None = None, **options) -> None:
+def rewrite(path: Path, *, columns: list[str] | None = None, **options):
     """Store some columns of an index again."""
     table = pq.read_table(path, columns=columns)
     pq.write_table(table, path, **options)
@@ -263,7 +263,7 @@ def flaky(monkeypatch) -> Callable[[str, int, int], list[str]]:
     """Make reads of files with a name fail so often with an error; returns what they were."""
     monkeypatch.setattr(atomic_files, "READ_PAUSES_S", (0.0,) * 3)
 
-    def start(name: str, error: int, times: int) -> list[str]:
+    def start(name, error, times):
         # Shared by all patched functions, so that `times` counts their failures
         # together.
         failed = []
@@ -314,18 +314,16 @@ READS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("read", "name"),
-    [
-        # A split is opened by all of these; the last is a folder that most sets lack.
-        ("index", MANIFEST_NAME),
-        ("index", INDEX_NAME),
-        ("index", "train-000001.tar"),
-        ("index", "entry_points"),
-        ("listing", "copy"),
-        ("stream", "train-000001.tar"),
-    ],
-)
+# A split is opened by all of these; `entry_points` is a folder that most sets lack.
+@rows("""
+- [read, name]
+- [index, manifest.json]
+- [index, index.parquet]
+- [index, train-000001.tar]
+- [index, entry_points]
+- [listing, copy]
+- [stream, train-000001.tar]
+""")
 @every(
     # A handle of NFS that is stale, a failing disk, and a server that does not answer.
     error=[errno.ESTALE, errno.EIO, errno.ETIMEDOUT],
@@ -512,7 +510,6 @@ def test_a_subset_keeps_labels_and_places(shards, tmp_path, settings, chosen):
     # What is held out and what is trained on are the whole together.
     if "dev_percent" in settings:
         uncut = opened(shards, **settings | {"dev_percent": 0.0})
-        assert part.dev is not None
         assert uncut.dev is None
         together = keys(index) + keys(part.dev)
         assert together == keys(uncut.parts[0])
@@ -523,7 +520,7 @@ def test_a_subset_keeps_labels_and_places(shards, tmp_path, settings, chosen):
 
 
 def test_the_same_choice_from_another_file_is_the_same_set(shards, tmp_path):
-    def chosen(names: list[str]) -> TrainingSet:
+    def chosen(names):
         listing = tmp_path / f"{len(names)}.txt"
         return opened(shards, only_keys=listed(listing, names))
 

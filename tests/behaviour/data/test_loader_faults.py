@@ -36,14 +36,14 @@ def shards(tmp_path) -> Path:
 
 
 # 60 bytes hold the markers that every decoder needs; more would reach the next image.
-def damage(shards: Path, samples: list[int], *, num_bytes: int = 60) -> list[str]:
+def damage(shards: Path, samples: list[int]) -> list[str]:
     """Overwrite the start of some stored images; returns their keys."""
     index = read_split(shards, split="train")
     for sample in samples:
         tar = index.shards[index.shard_of[sample]]
         with open(tar, "r+b") as file:
             file.seek(int(index.offset[sample]))
-            file.write(b"\xff" * num_bytes)
+            file.write(b"\xff" * 60)
     return sample_keys(index, samples)
 
 
@@ -144,7 +144,7 @@ class StuckSamples(Samples):
 
     shape = (3, 2, 2)
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str):
         self.how = how
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
@@ -163,7 +163,6 @@ def test_a_worker_that_gives_no_batch_is_named_whatever_it_does(
     """Also in the middle of a batch, and while another worker has nothing to do."""
     # The path is not opened: the samples are made here.
     data = DataSettings(path="x", global_batch=3, num_workers=2)
-    samples = StuckSamples(how)
     samples = StuckSamples(how)
     with open_batches(
         samples,
@@ -236,7 +235,7 @@ class AwaySamples(Samples):
 
     shape = (3, 2, 2)
 
-    def __init__(self, error: UserError) -> None:
+    def __init__(self, error: UserError):
         self.error = error
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.loader_runs import GLOBAL_BATCH, Run
@@ -46,15 +47,14 @@ def run_of(folders: Folders, which: str) -> Run:
         return Run(plain)
 
     # All that could draw from a state of a process: views, mixture, augmentation.
-    more = {
-        "repeats": 2,
-        "first_percent": 80,
-        "mixture": [{"path": str(mixed_in), "share": 0.3}],
-        "augment": {
-            "randaugment": {"magnitude": 9, "policy": "timm"},
-            "erasing": {"probability": 0.5, "mode": "pixel"},
-        },
-    }
+    more = yaml.safe_load("""
+    repeats: 2
+    first_percent: 80
+    augment:
+      randaugment: {magnitude: 9, policy: timm}
+      erasing: {probability: 0.5, mode: pixel}
+    """)
+    more["mixture"] = [{"path": str(mixed_in), "share": 0.3}]
     return Run(plain, more)
 
 
@@ -64,9 +64,7 @@ def run_of(folders: Folders, which: str) -> Run:
     ids=["few", "all"],
 )
 @every(which=SETS)
-def test_a_run_resumed_on_another_layout_is_the_same_run(
-    folders: Folders, which, layouts
-):
+def test_a_run_resumed_on_another_layout_is_the_same_run(folders, which, layouts):
     """Every pair of layouts, with real processes; each layout resumes at another step.
 
     The first run of each is left while its workers have batches ahead.
@@ -98,7 +96,7 @@ def test_a_run_resumed_on_another_layout_is_the_same_run(
         assert head[:stop] + tail == undisturbed, stop
 
 
-def test_accumulation_does_not_change_the_global_batch(folders: Folders):
+def test_accumulation_does_not_change_the_global_batch(folders):
     run = Run(folders[0])
     layout = {"ranks": 2, "start": 0, "stop": 2}
     whole = run.batches(workers=0, **layout)

@@ -51,12 +51,12 @@ class Clock:
     def monotonic(self) -> float:
         return time.monotonic() + self.skipped_s
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float):
         self.skipped_s += seconds
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch) -> None:
+def quick(monkeypatch):
     monkeypatch.setattr(remote, "time", Clock())
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
@@ -72,7 +72,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[RangeServer]:
+def server(folder) -> Iterator[RangeServer]:
     with served(folder) as running:
         yield running
 
@@ -173,7 +173,7 @@ def content_of(url: str, name: str = "a.bin") -> bytes:
 
 
 @every(fault="error, drop, short, no_ranges, slow")
-def test_a_transient_fault_is_retried(folder, server: RangeServer, fault, monkeypatch):
+def test_a_transient_fault_is_retried(folder, server, fault, monkeypatch):
     monkeypatch.setattr(remote, "CHUNK_BYTES", 4000)
 
     # Two requests of three fail, so each piece is asked for again.
@@ -193,7 +193,7 @@ def test_a_transient_fault_is_retried(folder, server: RangeServer, fault, monkey
 - [forbidden, storage, 403.*; 1 requests]
 - [missing, bad input, ; 1 requests]
 """)
-def test_a_lasting_fault_is_one_error(server: RangeServer, fault, kind, text, capsys):
+def test_a_lasting_fault_is_one_error(server, fault, kind, text, capsys):
     """In time, and said meanwhile; a refusal at once."""
     server.fault = lambda path, number: fault
     with refused(rf"a\.bin: cannot be read .*{text}") as caught:
@@ -294,7 +294,7 @@ def log(tmp_path, monkeypatch) -> Path:
     # A file, because other processes ask, too.
     path.touch()
 
-    def answered(url: Url, num_bytes: int) -> list[bytes]:
+    def answered(url, num_bytes):
         number = int(url.rpartition("/")[2])
         with open(path, "a") as file:
             file.write(f"{number}\n")
@@ -312,7 +312,7 @@ def requests(log: Path) -> list[int]:
 class Cache:
     """Files by number in the folder of a cache for `num_files` of them."""
 
-    def __init__(self, path: Path, num_files: float = 3) -> None:
+    def __init__(self, path: Path, num_files: float = 3):
         self.folder = open_cache(str(path / "cache"))
         self.max_bytes = int(num_files * SIZE)
 
@@ -327,7 +327,7 @@ class Cache:
         names = [path.name for path in self.folder.iterdir() if path.suffix != ".lock"]
         return sorted(numbers.get(name, name) for name in names)
 
-    def use(self, number: int, *, seconds_ago: float) -> None:
+    def use(self, number: int, *, seconds_ago: float):
         then = time.time() - seconds_ago
         os.utime(self.file(number).path(), (then, then))
 
@@ -338,11 +338,11 @@ class Cache:
 
 
 @pytest.fixture
-def cache(tmp_path, log: Path) -> Cache:
+def cache(tmp_path, log) -> Cache:
     return Cache(tmp_path)
 
 
-def test_the_least_recently_used_file_is_evicted_first(cache: Cache):
+def test_the_least_recently_used_file_is_evicted_first(cache):
     for number in range(3):
         cache.use(number, seconds_ago=100 - number)
     assert cache.read(0) == content(0)[5:12]  # used just now
@@ -352,7 +352,7 @@ def test_the_least_recently_used_file_is_evicted_first(cache: Cache):
     assert cache.held() == [0, 2, 3]
 
 
-def test_a_prefetch_evicts_nothing_in_use(cache: Cache):
+def test_a_prefetch_evicts_nothing_in_use(cache):
     for number in range(3):
         cache.use(number, seconds_ago=0)
 
@@ -364,7 +364,7 @@ def test_a_prefetch_evicts_nothing_in_use(cache: Cache):
     assert cache.held() == [1, 2, 3]
 
 
-def test_damage_is_fetched_again_and_never_kept(cache: Cache, log):
+def test_damage_is_fetched_again_and_never_kept(cache, log):
     """On the local disk, and where the bytes are stored."""
 
     shard = cache.file(1)
@@ -400,7 +400,7 @@ def test_a_cache_that_cannot_keep_a_file_is_one_error(tmp_path, log):
         open_cache(None)
 
 
-def test_partial_files_of_a_killed_process_are_removed(cache: Cache):
+def test_partial_files_of_a_killed_process_are_removed(cache):
     # What a killed process leaves: the beginning of a download, under its own name.
     left = cache.folder / f"{cache.file(1).blake3_hex}.part"
     left.write_bytes(content(0))
@@ -420,7 +420,7 @@ def test_partial_files_of_a_killed_process_are_removed(cache: Cache):
     assert not left.exists()
 
 
-def _fetch_all(cache: Cache, first: int, sizes: Path) -> None:
+def _fetch_all(cache: Cache, first: int, sizes: Path):
     """Fetch all files in another process, and write down the cache's size after each."""
     for number in [*range(first, 6), *range(first)]:
         cache.file(number).path()
@@ -480,12 +480,12 @@ def batches_of(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(folder: Path) -> list[list[bytes]]:
+def undisturbed(folder) -> list[list[bytes]]:
     return batches_of(Run(folder))
 
 
 @pytest.fixture
-def run(server: RangeServer, tmp_path) -> Run:
+def run(server, tmp_path) -> Run:
     return Run(server.url, {"remote": {"cache_path": str(tmp_path / "cache")}})
 
 
@@ -498,7 +498,7 @@ def flaky(path: str, number: int) -> str | None:
 
 
 def test_every_layout_gives_the_batches_of_local_shards(
-    run: Run, server: RangeServer, undisturbed, tmp_path
+    run, server, undisturbed, tmp_path
 ):
     server.fault = flaky
     # Resumed on another layout, with the cache of the first.
@@ -520,7 +520,7 @@ def test_every_layout_gives_the_batches_of_local_shards(
 
 
 def test_each_shard_is_prefetched_once_within_the_cache_size(
-    run: Run, server: RangeServer, undisturbed, tmp_path
+    run, server, undisturbed, tmp_path
 ):
     # In this process: workers end in the middle of a fetch, which another then begins again.
     assert batches_of(run, stop=1) == undisturbed[:1]
@@ -553,9 +553,7 @@ def test_each_shard_is_prefetched_once_within_the_cache_size(
 - [0, error]
 - [2, missing]
 """)
-def test_an_outage_ends_the_run_and_names_the_shard(
-    run: Run, server: RangeServer, workers, fault
-):
+def test_an_outage_ends_the_run_and_names_the_shard(run, server, workers, fault):
     """An outage is no bit rot: substituting would make runs non-deterministic."""
     server.fault = lambda path, number: fault if path.endswith(".tar") else None
     with refused(r"(?s)train-0000\d\d\.tar: cannot be read.*requests"):

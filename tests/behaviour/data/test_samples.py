@@ -69,7 +69,7 @@ PASSING_ERRORS = ("ESTALE", "ETIMEDOUT", "ESHUTDOWN", "EAGAIN")
 
 
 @pytest.fixture
-def no_pauses(monkeypatch) -> None:
+def no_pauses(monkeypatch):
     # As many attempts as in production, without the time between them.
     pauses = [0.0 for _ in atomic_files.READ_PAUSES_S]
     monkeypatch.setattr(atomic_files, "READ_PAUSES_S", pauses)
@@ -82,7 +82,7 @@ def failing(name: str, times: int = 1) -> Iterator[list[int]]:
     real = os.pread
     calls = []
 
-    def pread(file: int, num_bytes: int, offset: int) -> bytes:
+    def pread(file, num_bytes, offset):
         calls.append(file)
         if len(calls) <= times:
             number = getattr(errno, name)
@@ -126,7 +126,7 @@ def cached(folder: Path, cache: Path) -> TrainingSamples:
 READERS = ("training", "evaluation", "streamed", "cached")
 
 
-def reader(name: str, shards: Path, tmp_path: Path) -> Samples:
+def reader(name: str, shards: Path, tmp_path) -> Samples:
     if name == "cached":
         return cached(shards, tmp_path / "cache")
     if name == "streamed":

@@ -147,9 +147,13 @@ def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
     return bytes(raw)
 
 
-def pax(records: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
+def pax(records: bytes) -> bytes:
     # Records of PAX are the content of a member of their own, padded to whole blocks.
-    return header("pax", len(records), kind) + records + bytes(-len(records) % BLOCK)
+    return (
+        header("pax", len(records), tarfile.XHDTYPE)
+        + records
+        + bytes(-len(records) % BLOCK)
+    )
 
 
 # A sound member, which comes before and after each of the hostile ones.

@@ -25,7 +25,7 @@ TARS = 6
 
 
 @pytest.fixture(autouse=True)
-def unshuffled(monkeypatch) -> None:
+def unshuffled(monkeypatch):
     """Samples come in the order of the tars."""
     monkeypatch.setattr(webdataset, "SHUFFLE", 0)
 

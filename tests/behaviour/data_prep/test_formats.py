@@ -1,7 +1,5 @@
 """Tars of shards, the README of a folder, and the training command printed for it."""
 
-from __future__ import annotations
-
 import shlex
 import tarfile
 from dataclasses import replace

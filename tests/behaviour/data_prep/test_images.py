@@ -1,7 +1,5 @@
 """Checks of images, and pixels after each conversion, against arithmetic of the written rule."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import tracemalloc
@@ -43,7 +41,7 @@ SAMPLES = small_samples()
 ROWS = unfiltered(pixels(3))
 
 
-def checked(data: bytes, *, convert: bool = True, **options: Any) -> CheckedImage:
+def checked(data: bytes, *, convert: bool = True, **options) -> CheckedImage:
     settings = ImageSettings.model_validate(options)
     return check_image(data, settings=settings, convert=convert)
 
@@ -180,7 +178,7 @@ def test_gzip_is_taken_off(convert, check):
 
 
 def test_lack_of_memory_rejects_no_image(monkeypatch):
-    def exhausted(*args: object, **options: object) -> None:
+    def exhausted(*args, **options):
         raise MemoryError
 
     monkeypatch.setattr(Image, "open", exhausted)
@@ -194,7 +192,7 @@ def test_bombs_are_disarmed_in_bounded_memory(monkeypatch):
     """Each would unpack to 256 MiB."""
     monkeypatch.setattr(checking, "MAX_FILE_BYTES", 1 << 20)
 
-    def zeros(start: bytes, wbits: int) -> bytes:
+    def zeros(start, wbits):
         # A block after a full flush can be repeated.
         deflate = zlib.compressobj(9, wbits=wbits)
         first = deflate.compress(start) + deflate.flush(zlib.Z_FULL_FLUSH)
@@ -293,7 +291,7 @@ def test_truncation_is_found_at_every_offset(name, check):
 JPEG_TOLERANCE = 6
 
 
-def converted(data: bytes, **options: object) -> CheckedImage:
+def converted(data: bytes, **options) -> CheckedImage:
     """Convert an image; what is stored must be a plain picture and nothing else."""
     verdict = check_image(data, settings=ImageSettings.model_validate(options))
     assert verdict.reason is None

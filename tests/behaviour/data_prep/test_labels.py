@@ -125,7 +125,6 @@ def test_malformed_files_are_refused_with_their_line(
 
 def test_unknown_classes_are_counted():
     known = labels(space="imagenet_1k")
-    known = labels(space="imagenet_1k")
 
     # 40 classes with 7 images each, and one that has the most.
     unknown = dict.fromkeys(known_space("imagenet_22k")[:40], 7)

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from data_prep.sources.protocol import Input
 from data_prep.steps.labels import load_space, read_map
@@ -256,7 +255,7 @@ FORMS = {
 }
 
 
-def listed_classes(tmp_path: Path, text: str) -> dict[str, str]:
+def listed_classes(tmp_path, text: str) -> dict[str, str]:
     """The class of each image of val, by a list of this text."""
     listing = tmp_path / "list"
     listing.write_bytes(text.encode())
@@ -390,22 +389,19 @@ def test_marks_and_ends_of_lines_are_no_part_of_names(ends, mark, tmp_path):
     assert [row.class_name for row in rows] == ["cat", "dog"]
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        # Latin-1, a byte of no encoding, UTF-16 with and without its mark, NUL, half a
-        # surrogate pair.
-        ("caf\xe9\nb\n".encode("latin1"), r"is not UTF-8 \(byte 3\), in line 1"),
-        (b"a\nb\xff\n", r"is not UTF-8 \(byte 3\), in line 2"),
-        ("a\nb\n".encode("utf-16"), "is UTF-16, not UTF-8"),
-        ("a\nb\n".encode("utf-16-be"), r"has a NUL byte \(byte 0\)"),
-        (b"a\nb\0\n", r"has a NUL byte \(byte 3\), in line 2"),
-        (b"a\n\xed\xa0\x80\n", "is not UTF-8.*in line 2"),
-    ],
-)
-def test_other_bytes_are_refused_with_their_line(data, message, tmp_path):
+# Latin-1, a byte of no encoding, UTF-16 with and without its mark, NUL, half a surrogate pair.
+@rows(r"""
+- [text, encoding, message]
+- ["caf\xe9\nb\n", latin1, 'is not UTF-8 \(byte 3\), in line 1']
+- ["a\nb\xff\n", latin1, 'is not UTF-8 \(byte 3\), in line 2']
+- ["a\nb\n", utf-16, "is UTF-16, not UTF-8"]
+- ["a\nb\n", utf-16-be, 'has a NUL byte \(byte 0\)']
+- ["a\nb\0\n", latin1, 'has a NUL byte \(byte 3\), in line 2']
+- ["a\n\xed\xa0\x80\n", latin1, is not UTF-8.*in line 2]
+""")
+def test_other_bytes_are_refused_with_their_line(text, encoding, message, tmp_path):
     file = tmp_path / "file.csv"
-    file.write_bytes(data)
+    file.write_bytes(text.encode(encoding))
     only_keys = partial(read_text, where="data.only_keys")
     for read in (load_space, read_map, only_keys):
         with refused(message) as caught:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from data_prep.images.check import check_image
@@ -23,7 +22,7 @@ from tests.support.corpora.image_samples import (
     smooth,
     unfiltered,
 )
-from tests.support.tables import every
+from tests.support.tables import every, rows
 from vitscale.images.plain import rgb_pixels
 from vitscale.runs.data_prep import ImageSettings
 
@@ -139,18 +138,19 @@ def keyed_png(samples: np.ndarray, key: tuple[int, ...], *, interlaced: bool) ->
 
 
 # High and low byte of the key: different, equal, and at both ends.
-KEYS = [
-    (0x12, 0x34),
-    (0x40, 0x40),
-    (0x00, 0x00),
-    (0xFF, 0xFF),
-    (0x80, 0x00),
-    (0x00, 0x80),
-]
+KEYS = """
+- [high, low]
+- [0x12, 0x34]
+- [0x40, 0x40]
+- [0x00, 0x00]
+- [0xFF, 0xFF]
+- [0x80, 0x00]
+- [0x00, 0x80]
+"""
 
 
 @every(channels="1, 3", interlaced="false, true")
-@pytest.mark.parametrize("high, low", KEYS)
+@rows(KEYS)
 def test_16_bit_colours_are_compared_in_16_bits(high, low, channels, interlaced):
     """The PNG specification, 11.3.2.1: all 16 bits count."""
     key = high << 8 | low

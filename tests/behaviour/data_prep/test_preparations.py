@@ -65,7 +65,7 @@ def test_files_that_will_be_refused_need_no_space(tmp_path):
     assert [shard.samples for shard in shards] == [NUM_PICTURES]
 
 
-def write(path: Path, *, seed: int) -> None:
+def write(path: Path, *, seed: int):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(encoded("PNG", seed=seed))
 
@@ -403,12 +403,12 @@ NAMES = st.text(
 )
 
 
-def make_input(path: str, *, class_name: str = "cat", split: str = "train") -> Input:
+def make_input(path: str) -> Input:
     name = path.rpartition(".")[0] or path
     return Input(
         path=path,
-        split=split,
-        class_name=class_name,
+        split="train",
+        class_name="cat",
         name=name,
         num_bytes=1,
     )

@@ -1,7 +1,5 @@
 """The five kinds of source: their inputs, the reasons of rejected ones, and refused sources."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import gzip
@@ -33,14 +31,14 @@ from vitscale.config.errors import StorageError, UserError
 UNLABELLED: dict[str, Any] = {"values": "none"}
 
 
-def inputs(kind: str, path: Path, *args: Any, **options: Any) -> list[Input]:
+def inputs(kind: str, path: Path, *args, **options) -> list[Input]:
     """List the inputs; every reason must be one that the ledger knows."""
     rows = listed(opened(kind, path, *args, **options))
     assert {row.reason for row in rows} <= {None, *REASONS}
     return rows
 
 
-def fates(kind: str, path: Path, *args: Any, **options: Any) -> dict[str, str | None]:
+def fates(kind: str, path: Path, *args, **options) -> dict[str, str | None]:
     """Map each path to its reason; a path is there once."""
     rows = inputs(kind, path, *args, **options)
     assert len({row.path for row in rows}) == len(rows)
@@ -59,7 +57,7 @@ def content(source: Source, row: Input) -> bytes:
     return file.read_bytes()[row.offset : end]
 
 
-def table(columns: Mapping[str, Any], **options: Any) -> bytes:
+def table(columns: Mapping[str, Any], **options) -> bytes:
     file = io.BytesIO()
     pq.write_table(pa.table(columns), file, **options)
     return file.getvalue()
@@ -154,7 +152,7 @@ def test_splits_may_share_a_folder_by_patterns(tmp_path):
     names.append("d/x-val-0000.tar")
     write_tars(tmp_path, {name: {} for name in names})
 
-    def files(**splits: str) -> list[tuple[str, str]]:
+    def files(**splits):
         boxes = opened("webdataset", tmp_path, splits=splits).containers()
         return [(box.split, box.path) for box in boxes]
 
@@ -440,7 +438,7 @@ def test_any_member_names_give_one_row_each_of_unique_path(tmp_path):
     assert reasons == [None, "duplicate_name", "duplicate_name"]
 
 
-def samples(root: Path, members: Members, **options: Any) -> dict[str, str | None]:
+def samples(root: Path, members: Members, **options) -> dict[str, str | None]:
     """Path inside the tar -> class or, in brackets, reason."""
     write_tars(root, {"a.tar": members})
     rows = inputs("webdataset", root / "a.tar", **options)
@@ -465,10 +463,10 @@ def test_a_sample_is_one_input_with_its_label(tmp_path):
     write_tars(tmp_path, {"t/1.tar": members})
     source = opened("webdataset", tmp_path, splits={"train": "t"})
     rows = listed(source)
-    assert facts(rows, "path name class_name reason") == [
-        ["t/1.tar/d/1.jpg", "d/1", "7", None],
-        ["t/1.tar/2.PNG", "2", "cat", None],
-    ]
+    assert facts(rows, "path name class_name reason") == yaml.safe_load("""
+    - [t/1.tar/d/1.jpg, d/1, "7", null]
+    - [t/1.tar/2.PNG, "2", cat, null]
+    """)
     images = [content(source, row) for row in rows]
     assert images == [b"one", b"two"]
     assert {row.file for row in rows} == {"t/1.tar"}
@@ -490,29 +488,32 @@ def test_negative_numbers_mean_no_label_without_a_space(tmp_path):
     assert facts(rows, "class_name reason") == [["-1", None], ["2", None]]
 
 
-@pytest.mark.parametrize(
-    "label, raw, class_name",
-    [
-        ("json:x", b'{"x": 5}', "5"),
-        ("json:x", b'{"x": -1}', None),
-        ("json:x", b'{"x": true}', None),
-        ("json:x", b'{"x": "n01440764"}', "n01440764"),
-        ("json:x", b'{"x": 1.5}', None),
-        ("json:x", b'{"x": "\\ud800"}', None),
-        ("json:x", b'{"x": "%s"}' % (b"x" * 5000), None),
-        ("json:x", b"[5]", None),
-        # JSON that is nested too deeply, and bytes that are no text.
-        ("cls", b"[" * 100_000, None),
-        ("cls", b"\xff", None),
-        ("json:x", b"[" * 100_000, None),
-        ("json:x", b"\xff", None),
-        # Larger than any label.
-        ("json:x", b'{"x": 1}' + b" " * (2 << 20), None),
-    ],
-)
-def test_labels_of_samples_are_text_or_integers(label, raw, class_name, tmp_path):
+# What is too long to be written out: JSON that is nested too deeply, a long name, many spaces.
+FILLERS = {"DEEP": "[" * 100_000, "LONG": "x" * 5000, "SPACES": " " * (2 << 20)}
+
+
+# The last is larger than any label.
+@rows(r"""
+- [label, text, class_name]
+- [json:x, '{"x": 5}', "5"]
+- [json:x, '{"x": -1}', null]
+- [json:x, '{"x": true}', null]
+- [json:x, '{"x": "n01440764"}', n01440764]
+- [json:x, '{"x": 1.5}', null]
+- [json:x, '{"x": "\ud800"}', null]
+- [json:x, '{"x": "LONG"}', null]
+- [json:x, "[5]", null]
+- [cls, DEEP, null]
+- [cls, "\xff", null]
+- [json:x, DEEP, null]
+- [json:x, "\xff", null]
+- [json:x, '{"x": 1}SPACES', null]
+""")
+def test_labels_of_samples_are_text_or_integers(label, text, class_name, tmp_path):
+    for word, filler in FILLERS.items():
+        text = text.replace(word, filler)
     suffix, _, _ = label.partition(":")
-    members = {"1.jpg": b"", f"1.{suffix}": raw}
+    members = {"1.jpg": b"", f"1.{suffix}": text.encode("latin1")}
     found = samples(tmp_path, members, label=label)
     assert found == {"1.jpg": class_name or "<no_label>"}
 
@@ -582,7 +583,7 @@ def test_keys_equal_those_of_webdataset(name, suffix):
     assert split_member_name(text) == expected
 
 
-def write_parquet(path: Path, images: list[Any], labels: Any, **options: Any) -> None:
+def write_parquet(path: Path, images: list[Any], labels, **options):
     """One row per image; `names`: of the classes, as the `datasets` package stores them."""
     names = options.pop("names", None)
     data = pa.table({"image": pa.array(images), "label": pa.array(labels)})
@@ -607,38 +608,37 @@ def test_rows_of_parquet_files_are_inputs_with_bytes(tmp_path):
     write_parquet(folder / "test-0.parquet", images[:1], [0], names=names)
     splits = {"train": "data/train-*.parquet", "test": "data/test-*.parquet"}
     rows = inputs("parquet", tmp_path, splits=splits)
-    assert facts(rows, "path split name class_name data") == [
-        ["data/train-0.parquet/0", "train", "n01_1", "dog", b"one"],
-        ["data/train-0.parquet/1", "train", "train-0-1", "cat", b"three"],
-        ["data/train-0.parquet/2", "train", "sub/x.y", "dog", b""],
-        ["data/test-0.parquet/0", "test", "n01_1", "cat", b"one"],
-    ]
-    assert [row.num_bytes for row in rows] == [3, 5, 0, 3]
+    assert facts(rows, "path split name class_name num_bytes") == yaml.safe_load("""
+    - [data/train-0.parquet/0, train, n01_1, dog, 3]
+    - [data/train-0.parquet/1, train, train-0-1, cat, 5]
+    - [data/train-0.parquet/2, train, sub/x.y, dog, 0]
+    - [data/test-0.parquet/0, test, n01_1, cat, 3]
+    """)
+    assert [row.data for row in rows] == [b"one", b"three", b"", b"one"]
 
 
-@pytest.mark.parametrize(
-    "labels, names, values, classes",
-    [
-        # Text, numbers, a dictionary, a text that is no name, and names beside the numbers.
-        (pa.array(["a", " b ", "", None]), None, "name", ["a", "b", None, None]),
-        (pa.array([7, -1, None, 0], pa.int16()), None, "name", ["7", None, None, "0"]),
-        (
-            pa.array(["a", "b", None]).dictionary_encode(),
-            None,
-            "name",
-            ["a", "b", None],
-        ),
-        (pa.array(["a", "x" * 5000], pa.large_string()), None, "name", ["a", None]),
-        ([1, 2, -1, 0], ["cat", "dog"], "name", ["dog", None, None, "cat"]),
-        ([1, 2, -1, 0], ["cat", "dog"], "index", ["1", "2", None, "0"]),
-    ],
-)
+# Text, numbers, a dictionary, a text that is no name, and names beside the numbers. type: of Arrow.
+@rows("""
+- [labels, type, names, values, classes]
+- [[a, " b ", "", null], string, null, name, [a, b, null, null]]
+- [[7, -1, null, 0], int16, null, name, ["7", null, null, "0"]]
+- [[a, b, null], dictionary, null, name, [a, b, null]]
+- [[a, LONG], large_string, null, name, [a, null]]
+- [[1, 2, -1, 0], int64, [cat, dog], name, [dog, null, null, cat]]
+- [[1, 2, -1, 0], int64, [cat, dog], index, ["1", "2", null, "0"]]
+""")
 def test_labels_of_parquet_rows_are_numbers_or_text(
-    labels, names, values, classes: list[str | None], tmp_path
+    labels, type, names, values, classes, tmp_path
 ):
+    texts = [FILLERS.get(label, label) for label in labels]
+    array = pa.array(texts)
+    if type == "dictionary":
+        array = array.dictionary_encode()
+    else:
+        array = array.cast(type)
     images = [{"bytes": b"x", "path": None}] * len(classes)
     file = tmp_path / "a.parquet"
-    write_parquet(file, images, labels, names=names)
+    write_parquet(file, images, array, names=names)
     rows = inputs("parquet", file, {"values": values})
     assert [row.class_name for row in rows] == classes
     for row in rows:
@@ -706,12 +706,12 @@ def test_rows_of_a_table_are_inputs_with_their_files(suffix, tmp_path):
     touch(tmp_path, "a/1.jpg", "b,c.png", "3")
     image = tmp_path / "a/1.jpg"
     image.write_bytes(b"1234")
-    columns = {
-        "x": [1, 2, 3],
-        "label": ["cat", "7", "dog"],
-        "image": ["./a//1.jpg", "b,c.png", "3"],
-        "split": ["train", "val", "val"],
-    }
+    columns = yaml.safe_load("""
+    x: [1, 2, 3]
+    label: [cat, "7", dog]
+    image: [./a//1.jpg, "b,c.png", "3"]
+    split: [train, val, val]
+    """)
     file = write_table(tmp_path / f"t.{suffix}", columns)
     rows = inputs("path_table", file)
     assert facts(rows, "path split class_name name reason") == yaml.safe_load("""
@@ -786,15 +786,7 @@ def test_ignored_classes_need_no_label_column(columns, tmp_path):
     # Bytes in the cells, and a column that names the splits.
     file = tmp_path / "p.parquet"
     images = pa.array([b"1", b"2"])
-    file.write_bytes(
-        table(
-            {
-                "image": images,
-                "split": ["train", "Dev"],
-                **columns,
-            }
-        )
-    )
+    file.write_bytes(table({"image": images, "split": ["train", "Dev"], **columns}))
     rows = inputs("parquet", file, UNLABELLED)
     assert facts(rows, "reason data") == [[None, b"1"], [None, b"2"]]
     assert [row.split for row in rows] == ["train", "val"]

@@ -41,7 +41,7 @@ def sound(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def shards(sound: Path, tmp_path) -> Path:
+def shards(sound, tmp_path) -> Path:
     return shutil.copytree(sound, tmp_path / "shards")
 
 
@@ -102,7 +102,7 @@ def test_a_changed_byte_at_every_offset_is_found(shards):
     assert check() == []
 
 
-def rewritten(folder: Path, change: Callable[[list[Values]], object]) -> None:
+def rewritten(folder: Path, change: Callable[[list[Values]], object]):
     """Change the rows of the index, and let the manifest say that this is right."""
     path = folder / INDEX_NAME
     rows = pq.read_table(path).to_pylist()

@@ -35,7 +35,7 @@ def run(work: WorkFolder, units: list[str]) -> list[str]:
     """Do the units that are not done; returns those done here, in order."""
     done = []
 
-    def do(work: WorkFolder, unit: str) -> None:
+    def do(work, unit):
         done.append(unit)
         (work.path / unit).touch()
 
@@ -54,7 +54,7 @@ def process(work: WorkFolder, where: str, pid: int, *, age_s: float = 0.0) -> st
     return heartbeat.parent.name
 
 
-def test_every_unit_is_done_once(work: WorkFolder):
+def test_every_unit_is_done_once(work):
     units = ["a", "b", "c"]
     assert sorted(run(work, units)) == units
     assert run(work, units) == []
@@ -63,7 +63,7 @@ def test_every_unit_is_done_once(work: WorkFolder):
     assert not list((work.path / "claims").iterdir())
 
 
-def test_what_others_did_meanwhile_is_seen(work: WorkFolder, monkeypatch):
+def test_what_others_did_meanwhile_is_seen(work, monkeypatch):
     # Another process makes the file between the first look at it and the claim.
     take = WorkFolder.take
 
@@ -81,9 +81,7 @@ def test_what_others_did_meanwhile_is_seen(work: WorkFolder, monkeypatch):
 
 
 @every(skew_s="0.0, -3600.0, 3600.0")
-def test_claims_of_silent_processes_are_taken_over(
-    work: WorkFolder, skew_s, monkeypatch
-):
+def test_claims_of_silent_processes_are_taken_over(work, skew_s, monkeypatch):
     """By the file system's clock. In a new container the ids of a dead one live again."""
     here = socket.gethostname()
 
@@ -120,7 +118,7 @@ def test_claims_of_silent_processes_are_taken_over(
     assert kept == names.keys() - {"gone-1.1"} - dead_here
 
 
-def test_a_task_that_starts_again_has_another_name(work: WorkFolder):
+def test_a_task_that_starts_again_has_another_name(work):
     """Though its host and its process id are the same; workers are named after their task."""
     again = WorkFolder(work.run)
     assert again.scratch.name != work.scratch.name
@@ -128,7 +126,7 @@ def test_a_task_that_starts_again_has_another_name(work: WorkFolder):
     assert of_worker.scratch.name == work.scratch.name
 
 
-def test_a_task_that_ends_frees_what_its_workers_held(work: WorkFolder):
+def test_a_task_that_ends_frees_what_its_workers_held(work):
     mine = work.claim("a")
     mine.symlink_to(process(work, work.task, NO_PID))
     other = work.claim("b")
@@ -142,7 +140,7 @@ def test_a_task_that_ends_frees_what_its_workers_held(work: WorkFolder):
     assert not work.take(other)
 
 
-def test_a_wait_says_for_whom_and_how_long(work: WorkFolder, monkeypatch, capsys):
+def test_a_wait_says_for_whom_and_how_long(work, monkeypatch, capsys):
     monkeypatch.setattr(sharing, "SAY_WAIT_S", 0.05)
     work.claim("a").symlink_to(process(work, "node-7-1234abcd", 55))
     thread = threading.Thread(target=lambda: run(work, ["a"]), daemon=True)
@@ -162,7 +160,7 @@ def test_a_wait_says_for_whom_and_how_long(work: WorkFolder, monkeypatch, capsys
         assert re.match(expected, line)
 
 
-def test_units_of_living_processes_are_waited_for(work: WorkFolder):
+def test_units_of_living_processes_are_waited_for(work):
     (work.path / "claims/a").symlink_to(process(work, "elsewhere", 1))
     done = []
     thread = threading.Thread(target=lambda: done.extend(run(work, ["a"])), daemon=True)
@@ -180,7 +178,7 @@ def test_units_of_living_processes_are_waited_for(work: WorkFolder):
     assert not done
 
 
-def test_a_process_has_a_heartbeat(work: WorkFolder, monkeypatch):
+def test_a_process_has_a_heartbeat(work, monkeypatch):
     monkeypatch.setattr(sharing, "HEARTBEAT_S", 0.01)
     work.open()
     path = work.scratch / "alive"

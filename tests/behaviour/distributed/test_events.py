@@ -1,7 +1,5 @@
 """The record of what happened to a run; who is named as silent or behind, and why."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -53,7 +51,7 @@ def test_failures_are_read_as_written_by_attempt(tmp_path, monkeypatch):
         step=7,
         reported_by=3,
     )
-    flushed: list[int] = []
+    flushed = []
     monkeypatch.setattr(os, "fsync", flushed.append)
     for attempt in ("17/0", "17/1"):
         monkeypatch.setenv(ATTEMPT_VARIABLE, attempt)
@@ -94,7 +92,6 @@ def test_the_last_start_counts(tmp_path):
     # A line of an older version, or one that was edited.
     append_event(tmp_path, "started", {"first_step": "none"})
     start = read_start(tmp_path)
-    assert start is not None
     assert start.first_step == 2
     assert start.total_steps == 12
     assert start.time > 1.7e9
@@ -112,7 +109,6 @@ def test_the_last_start_counts(tmp_path):
 def test_the_cause_is_the_report_that_knows_most(kinds, expected):
     reports = [Failure(kind=FailureKind(kind), what=kind) for kind in kinds]
     found = cause(reports)
-    assert found is not None
     assert found.kind == expected
 
 
@@ -151,7 +147,7 @@ ALONE = {
 class Ranks:
     """Watchdogs of one process, which take turns instead of running threads."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int):
         store = dist.HashStore()
         self.dogs = list[Watchdog]()
         for rank in range(num_ranks):
@@ -192,7 +188,6 @@ def test_a_silent_node_is_named():
     # The second node says nothing for 15 periods of 3 s; the next one is too many.
     assert ranks.turns(15, rest) is None
     found = ranks.turns(1, rest)
-    assert found is not None
     assert found.kind is FailureKind.KILLED
     text = "rank 8 on n1 (and 7 more) has sent no heartbeat for 45 s"
     assert found.what.startswith(text)
@@ -214,7 +209,6 @@ def test_a_lost_peer_is_named_within_periods(gone):
 
     # With it, two missed periods are enough.
     found = ranks.turns(3, rest)
-    assert found is not None
     text = f"rank {gone} on n0 has sent no heartbeat for 6 s"
     assert found.what.startswith(text)
 
@@ -233,7 +227,6 @@ def test_a_rank_that_failed_is_missed_although_it_ended():
     failed._end.set()
     failed._run()
     found = ranks.turns(20, [0, 1, 3])
-    assert found is not None
     assert found.rank == 2
 
 
@@ -251,7 +244,6 @@ def test_the_rank_that_is_behind_is_named():
         ranks.dogs[rank].mark("training")
     assert ranks.turns(140, everyone) is None
     found = ranks.turns(2, everyone)
-    assert found is not None
     assert found.kind is FailureKind.HANG
     text = "rank 2 on n0 has kept the others waiting for 420 s (waiting for data)"
     assert found.what == text
@@ -260,7 +252,7 @@ def test_the_rank_that_is_behind_is_named():
 def test_every_node_records_that_the_store_of_rank_0_is_silent(
     tmp_path, monkeypatch, capsys
 ):
-    codes: list[int] = []
+    codes = []
     monkeypatch.setattr(watchdog, "end_now", codes.append)
 
     # One rank of each node writes; rank 0 itself may be gone.
@@ -281,7 +273,7 @@ def test_every_node_records_that_the_store_of_rank_0_is_silent(
 
 def test_storage_that_hangs_is_the_cause(tmp_path, monkeypatch):
     answered = threading.Event()
-    written = list[bool]()
+    written = []
 
     # Both a look at the folder and a record in it wait for the storage.
     def late_record(*_):
@@ -304,7 +296,6 @@ def test_storage_that_hangs_is_the_cause(tmp_path, monkeypatch):
     # The cause was found without the storage.
     assert not written
     answered.set()
-    assert found is not None
     assert found.kind is FailureKind.STORAGE
     assert found.what.endswith(f"; the storage of {tmp_path} does not answer")
 
@@ -334,7 +325,7 @@ def test_bad_input_is_what_all_ranks_raise(monkeypatch, failing):
 
 
 @every(error=[StorageError("full"), WorkerError("died"), KeyError("lost")])
-def test_other_kinds_stay_what_they_are(error: Exception):
+def test_other_kinds_stay_what_they_are(error):
     ranks = Ranks(2)
     assert ranks.dogs[1]._judged(error) is error
 
@@ -393,7 +384,7 @@ def test_kinds_of_errors():
 
 
 def test_what_the_loop_begins_is_progress_and_what_a_save_begins_is_not(
-    world: World, monkeypatch
+    world, monkeypatch
 ):
     """Threads that save go on while the loop of their rank hangs."""
     sizes = iter((2, 1) * 2)  # a group of one is made for several

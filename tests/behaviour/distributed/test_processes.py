@@ -1,7 +1,5 @@
 """Cores, liveness of processes, free ports, the end of a rank, and the server of workers."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os
@@ -16,7 +14,6 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -206,7 +203,7 @@ def test_garbage_is_collected_after_imports_that_fail():
     gc.unfreeze()
 
 
-def test_slow_imports_are_told_once(monkeypatch, capsys) -> None:
+def test_slow_imports_are_told_once(monkeypatch, capsys):
     monkeypatch.setattr(processes, "LATE_S", 0.0)
     processes._say_loading.cache_clear()
     for _ in range(2):
@@ -221,9 +218,9 @@ def test_slow_imports_are_told_once(monkeypatch, capsys) -> None:
 IMPORTS = ("vitscale.data.loader", "no_such_module")
 
 
-def describe(connection: Connection) -> None:
+def describe(connection: Connection):
     """Tell as a worker what it sees, and end when asked to."""
-    facts: dict[str, Any] = {
+    facts = {
         "parent": os.getppid(),
         "main": getattr(sys.modules["__main__"], "__file__", None),
         "mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
@@ -234,9 +231,9 @@ def describe(connection: Connection) -> None:
 
 
 @pytest.fixture
-def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_server(monkeypatch) -> Iterator[None]:
     """Another server than that of earlier tests in this process, which has other imports."""
-    server: Any = forkserver.ForkServer()
+    server = forkserver.ForkServer()
     monkeypatch.setattr(forkserver, "_forkserver", server)
     for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
         monkeypatch.setattr(forkserver, name, getattr(server, name))

@@ -1,7 +1,5 @@
 """The device and the signals of one rank; several ranks are in tests/scripts/training."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -35,7 +33,7 @@ from vitscale.distributed.world import (
 )
 
 
-def _see_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, *, in_slurm: bool) -> None:
+def _see_gpus(monkeypatch, visible: str, *, in_slurm: bool):
     """Pretend a machine with these GPUs, inside a task of SLURM or not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible.split(",")))
@@ -63,7 +61,7 @@ def test_a_rank_takes_its_own_gpu(monkeypatch):
 def test_a_driver_too_old_for_torch_is_an_error(monkeypatch):
     """torch only warns, and a training on the CPU would go on for weeks."""
 
-    def is_available() -> bool:
+    def is_available():
         warnings.warn(
             "CUDA initialization: The NVIDIA driver on your system is too old",
             stacklevel=1,
@@ -105,10 +103,10 @@ def test_a_gpu_that_slurm_gave_and_torch_does_not_find_is_a_fault_of_the_node(
 # ---- devices of several ranks --------------------------------------------------------------------
 
 
-def join_all(monkeypatch: pytest.MonkeyPatch, devices: list[str | None]) -> list[Any]:
+def join_all(monkeypatch, devices: list[str | None]) -> list[Any]:
     """The device type or the error of each rank, a thread; None: a rank without its GPU."""
 
-    def pick(_: str, rank: int) -> torch.device:
+    def pick(_, rank):
         device = devices[rank]
         if device is None:
             raise UserError(f"local rank {rank} has no GPU", where="engine.device")
@@ -116,7 +114,7 @@ def join_all(monkeypatch: pytest.MonkeyPatch, devices: list[str | None]) -> list
 
     num_ranks = len(devices)
 
-    def join(rank: int) -> Any:
+    def join(rank):
         world = World(
             rank=rank,
             world_size=num_ranks,
@@ -141,7 +139,7 @@ def join_all(monkeypatch: pytest.MonkeyPatch, devices: list[str | None]) -> list
 
 
 @every(devices="[cpu, cpu, cpu], [cuda, cuda]")
-def test_ranks_with_devices_of_one_type_join(monkeypatch, devices: list[str | None]):
+def test_ranks_with_devices_of_one_type_join(monkeypatch, devices):
     assert join_all(monkeypatch, devices) == devices
 
 
@@ -163,7 +161,7 @@ ODD_DEVICES = """
 
 @rows(ODD_DEVICES)
 def test_every_rank_names_the_one_whose_device_is_unlike_the_others(
-    monkeypatch, devices: list[str | None], odd, text
+    monkeypatch, devices, odd, text
 ):
     """One that trained on the CPU would be waited for in the first collective of the GPUs."""
     node = node_name()
@@ -185,7 +183,7 @@ def test_a_device_that_no_rank_has_is_bad_input(monkeypatch):
 
 @every(rank="0, 5")
 def test_a_rank_without_its_gpu_says_so_though_no_other_starts(
-    monkeypatch, capfd: pytest.CaptureFixture[str], rank
+    monkeypatch, capfd, rank
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(world_module, "TELL_S", 0.5)
@@ -226,7 +224,7 @@ NCCL_COMM_ID: "192.0.2.1:29511"
 # All of them, one alone, some without the others, and none.
 @every(names=[[*STALE], ["MASTER_ADDR"], ["MASTER_PORT", "WORLD_SIZE"], []])
 def test_a_process_without_a_launcher_is_alone_whatever_the_shell_says(
-    monkeypatch, capsys: pytest.CaptureFixture[str], names
+    monkeypatch, capsys, names
 ):
     # A variable that launchers set and this test forgets would stay.
     assert {*STALE} == {*LAUNCHER_VARIABLES}
@@ -254,7 +252,7 @@ def test_a_process_without_a_launcher_is_alone_whatever_the_shell_says(
     assert sorted(filter(None, listed.split(", "))) == sorted(names)
 
 
-def test_a_launcher_is_obeyed(monkeypatch, capsys: pytest.CaptureFixture[str]):
+def test_a_launcher_is_obeyed(monkeypatch, capsys):
     given = {**STALE, "RANK": "9"}
     monkeypatch.setattr(os, "environ", dict(given))
     _read_environment()
@@ -308,7 +306,7 @@ def test_gloo_takes_the_network_of_the_route_to_the_first_rank(monkeypatch):
 def test_a_stop_that_hangs_keeps_its_exit_code(monkeypatch):
     """With 0, the job would count as done."""
     ended = threading.Event()
-    codes = list[int]()
+    codes = []
     leave = dist.destroy_process_group
 
     def end(code):
@@ -332,7 +330,7 @@ def test_a_stop_that_hangs_keeps_its_exit_code(monkeypatch):
 
 # One rank, and the signal handlers of pytest again afterwards.
 @pytest.fixture
-def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def handlers(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
@@ -350,7 +348,7 @@ def test_handlers_are_restored_without_a_stop():
 
 @pytest.mark.usefixtures("handlers")
 @every(number=STOP_SIGNALS)
-def test_repeated_stop_signal_is_ignored(number: signal.Signals):
+def test_repeated_stop_signal_is_ignored(number):
     with PreemptionFlag() as stop:
         os.kill(os.getpid(), number)
         assert stop.set_on_any_rank()
@@ -364,7 +362,7 @@ def test_repeated_stop_signal_is_ignored(number: signal.Signals):
 @pytest.mark.usefixtures("handlers")
 def test_a_second_ctrl_c_ends_the_rank(monkeypatch):
     """Also while it closes its files; a background job ignores all of them."""
-    ended: list[int] = []
+    ended = []
     monkeypatch.setattr(world_module, "end_now", ended.append)
     with PreemptionFlag() as stop:
         os.kill(os.getpid(), signal.SIGINT)
@@ -384,7 +382,7 @@ def test_a_second_ctrl_c_ends_the_rank(monkeypatch):
 def test_a_late_signal_is_ignored_where_another_rank_had_the_first(monkeypatch):
     """SLURM sends them to one rank after the other; all stop by the first."""
 
-    def reduced(flag: torch.Tensor, *_: Any, **__: Any) -> Any:
+    def reduced(flag, *_, **__):
         flag.fill_(1)  # of the other rank
         return SimpleNamespace(wait=lambda: None)
 

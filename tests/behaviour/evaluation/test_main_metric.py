@@ -1,7 +1,5 @@
 """Which metric says how good a checkpoint is, and which of two is better."""
 
-from __future__ import annotations
-
 from tests.support.tables import rows
 from vitscale.evaluation.main_metric import score_of
 
@@ -20,9 +18,7 @@ from vitscale.evaluation.main_metric import score_of
 - [{val/ece: 0.1, val/top1: .inf}, null]
 - [{}, null]
 """)
-def test_the_preferred_metric_counts(
-    metrics: dict[str, float], expected: str | None
-) -> None:
+def test_the_preferred_metric_counts(metrics, expected):
     """That of the average, where there is one, since commands take it."""
     score = score_of(metrics)
     assert (score and score["metric"]) == expected
@@ -39,10 +35,8 @@ def test_the_preferred_metric_counts(
 - [{val/loss: 0.1}, {val/knn_top1: 0.1}]
 - [{val/ema_top1: 0.5, val/top1: 0.9}, {val/ema_top1: 0.6, val/top1: 0.1}]
 """)
-def test_scores_are_ordered(worse: dict[str, float], better: dict[str, float]) -> None:
+def test_scores_are_ordered(worse, better):
     """A run's evaluations may have different intervals."""
     low = score_of(worse)
     high = score_of(better)
-    assert low is not None
-    assert high is not None
     assert low["order"] < high["order"]

@@ -144,7 +144,7 @@ def direct_scores(
     mean = train.mean(axis=0)
     std = train.std(axis=0) + 1e-5
 
-    def standardized(rows: np.ndarray) -> np.ndarray:
+    def standardized(rows):
         # The constant is a bias that the penalty hardly touches.
         bias = np.full((len(rows), 1), 100.0)
         return np.concatenate([(rows - mean) / std, bias], axis=1)

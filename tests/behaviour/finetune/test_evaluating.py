@@ -152,9 +152,7 @@ LINEAR: Values = yaml.safe_load(
 - [{num_classes: 0}]
 - [{representation_layer: true}]
 """)
-def test_a_linear_probe_leaves_a_model(
-    shards: Path, tmp_path: Path, settings: Values
-) -> None:
+def test_a_linear_probe_leaves_a_model(shards, tmp_path, settings):
     """Of other classes and pixels than the shards': with its new head it predicts as measured."""
     pixels = {"mean": (0.4, 0.5, 0.6), "eval_resize": "center_crop"}
     model = small_model(**{"num_classes": 7, "preprocessing": pixels, **settings})
@@ -189,8 +187,8 @@ def test_a_linear_probe_leaves_a_model(
 
 
 def test_no_model_is_left_where_no_single_head_saw_the_features(
-    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    shards, tmp_path, capsys
+):
     # Two heads, of which the probe replaces none.
     distilled = small_model(distillation_token=True, depth=4)
     results(evaluation(saved(tmp_path / "a", distilled), shards, [LINEAR]))

@@ -411,11 +411,7 @@ def test_transformers_sees_the_pixels_of_timm(tmp_path, to, resize):
     assert (pixels - reference).abs().max() <= 1
     if to == "huggingface":
         (_, side), *_ = processor.size
-        shown = {
-            "squash": "",
-            "center_crop": "short side",
-            "squash_crop": "square of",
-        }
+        shown = {"squash": "", "center_crop": "short side", "squash_crop": "square of"}
         card = (folder / "README.md").read_text()
         assert re.search(f"{shown[resize]}.* {side} (x {side} )?px .bicubic.", card)
 

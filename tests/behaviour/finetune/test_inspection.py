@@ -1,14 +1,11 @@
 """Attention, its distance and rollout, components and similarities equal slow computation; what
 is missing is said, and refused by name."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,19 +50,19 @@ from vitscale.models.positions import sincos_position_embedding
 from vitscale.runs.data_prep import ImageSettings
 
 
-def inference_model(**settings: Any) -> InferenceModel:
+def inference_model(**settings) -> InferenceModel:
     return small_model(num_classes=0, **settings).for_inference(
         WORLD, precision="auto", num_images=0
     )
 
 
-def random_images(count: int, *, size: int = 16) -> torch.Tensor:
-    """uint8 [count, 3, size, size]"""
+def random_images(count: int) -> torch.Tensor:
+    """uint8 [count, 3, 16, 16]"""
     random = torch.Generator().manual_seed(0)
     return torch.randint(
         0,
         256,
-        (count, 3, size, size),
+        (count, 3, 16, 16),
         generator=random,
         dtype=torch.uint8,
     )
@@ -77,15 +74,14 @@ def maps_of(
     """By layer and head."""
     maps = {}
 
-    def keep(layer: int, heads: Iterator[torch.Tensor]) -> None:
-        for head, p_BTT in enumerate(heads):
-            maps[layer, head] = p_BTT
+    def keep(layer, head, p_BTT):
+        maps[layer, head] = p_BTT
 
     read_attention(model, images, keep)
     return maps
 
 
-def test_attention_is_timms_although_fused() -> None:
+def test_attention_is_timms_although_fused():
     """timm's own extraction, in its graph mode, on the same fused modules."""
     model = inference_model()
     images = random_images(2)
@@ -107,7 +103,7 @@ def test_attention_is_timms_although_fused() -> None:
         torch.testing.assert_close(p_BTT, of_timm, atol=1e-6, rtol=1e-5)
 
 
-def test_distances_of_known_attention() -> None:
+def test_distances_of_known_attention():
     """Identity: 0 px. A query that attends to prefix tokens alone counts as uniform."""
     distances = patch_distances((14, 14), stride=16)
     identity = torch.eye(196)[None]
@@ -122,7 +118,7 @@ def test_distances_of_known_attention() -> None:
         assert distance == pytest.approx(116.49, abs=0.005)
 
 
-def test_heads_of_a_model_equal_a_slow_loop() -> None:
+def test_heads_of_a_model_equal_a_slow_loop():
     """Batches of different sizes; a class token and registers; grids count rows first."""
     model = inference_model(num_registers=2)
     images = random_images(3)
@@ -149,7 +145,7 @@ def test_heads_of_a_model_equal_a_slow_loop() -> None:
         assert float(distances[layer, head]) == pytest.approx(total, rel=1e-5)
 
 
-def test_rollout_is_the_product_of_all_layers() -> None:
+def test_rollout_is_the_product_of_all_layers():
     """Later layers on the left, of the mean of heads, half of it the identity."""
     model = inference_model(depth=3)
     images = random_images(2)
@@ -172,7 +168,7 @@ def test_rollout_is_the_product_of_all_layers() -> None:
     assert torch.equal(rolled_out(identity.clone(), identity.clone()), identity)
 
 
-def test_weights_are_the_class_tokens_row_or_the_mean_of_patches() -> None:
+def test_weights_are_the_class_tokens_row_or_the_mean_of_patches():
     # Both the class token's row and the mean of the patches' rows are 1 to 2.
     rollout = torch.tensor([[[0.4, 0.2, 0.4], [0.2, 0.5, 0.3], [0.0, 0.1, 0.9]]])
     for pooled in (False, True):
@@ -188,7 +184,7 @@ def test_weights_are_the_class_tokens_row_or_the_mean_of_patches() -> None:
 # ---- weights -------------------------------------------------------------------------------------
 
 
-def test_components_are_those_of_scikit_learn() -> None:
+def test_components_are_those_of_scikit_learn():
     random = torch.Generator().manual_seed(0)
     filters = torch.randn(40, 3, 3, 3, generator=random)
     components, shares = principal_components(filters, count=5)
@@ -214,7 +210,7 @@ GRID = (3, 5)
 WIDTH = 16
 
 
-def test_similarity_of_fixed_positions_equals_direct_computation() -> None:
+def test_similarity_of_fixed_positions_equals_direct_computation():
     """|e|^2 is half the width, and the product of two sums cos of their distance per frequency."""
     pos_LD = sincos_position_embedding(GRID, width=WIDTH)
     # Tokens without a place on the grid have no part in it.
@@ -237,7 +233,7 @@ def test_similarity_of_fixed_positions_equals_direct_computation() -> None:
 SIZE = 16
 
 
-def drawn(init: Path, output: Path, *images: Path, **values: Any) -> set[str]:
+def drawn(init: Path, output: Path, *images: Path, **values) -> set[str]:
     """Names of the pictures; all of them show something."""
     run = VisualizeRun(
         init=str(init),
@@ -255,9 +251,7 @@ def drawn(init: Path, output: Path, *images: Path, **values: Any) -> set[str]:
     return {path.stem for path in written}
 
 
-def test_what_a_model_lacks_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_model_lacks_is_left_out(tmp_path, capsys):
     # Names that matplotlib would read as mathematics, and fail: of a model, and below of a class.
     vit = export(small_model(num_classes=0), "safetensors", tmp_path / "$v_{$")
     assert drawn(vit, tmp_path / "a") == {"patch_filters", "position_similarity"}
@@ -283,7 +277,7 @@ def test_what_a_model_lacks_is_left_out(
     assert not none.exists()
 
 
-def test_the_documentation_lists_the_pictures() -> None:
+def test_the_documentation_lists_the_pictures():
     page = (ROOT / "docs/evaluation.md").read_text().partition("\n## Look inside")[2]
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(PICTURES)
 
@@ -291,7 +285,7 @@ def test_the_documentation_lists_the_pictures() -> None:
 # ---- images -------------------------------------------------------------------------------------
 
 
-def visualized(*images: Path, **values: Any) -> Visualized:
+def visualized(*images: Path, **values) -> Visualized:
     run = VisualizeRun(
         init="x",
         images=tuple(map(str, images)),
@@ -300,7 +294,7 @@ def visualized(*images: Path, **values: Any) -> Visualized:
     return Visualized(run, small_model(), WORLD)
 
 
-def test_a_folder_gives_evenly_spaced_images_of_its_classes(tmp_path: Path) -> None:
+def test_a_folder_gives_evenly_spaced_images_of_its_classes(tmp_path):
     for number in range(12):
         path = tmp_path / "abc"[number % 3] / f"{number:03}.png"
         path.parent.mkdir(exist_ok=True)
@@ -335,8 +329,8 @@ def test_a_folder_gives_evenly_spaced_images_of_its_classes(tmp_path: Path) -> N
 
 
 def test_rollout_is_drawn_on_the_photograph_with_prediction_and_truth(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     shards = tmp_path / "shards"
     make_shard_folder(shards, lengths={"test": (3,)}, classes=("käfer_ä", "b"))
     subject = visualized(shards, num_images=2)
@@ -366,7 +360,7 @@ def test_rollout_is_drawn_on_the_photograph_with_prediction_and_truth(
     assert "weight" in axes[-1].get_ylabel()
 
 
-def test_layers_are_counted_from_one(tmp_path: Path) -> None:
+def test_layers_are_counted_from_one(tmp_path):
     make_shard_folder(tmp_path / "shards", lengths={"test": (3,)})
     # People count layers from 1; a point at 0 would be read as the input.
     (axes,) = draw_distance(visualized(tmp_path / "shards")).axes
@@ -377,7 +371,7 @@ def test_layers_are_counted_from_one(tmp_path: Path) -> None:
     assert [text.get_text() for text in axes.get_legend().texts][0] == "a head"
 
 
-def test_shards_give_the_evaluations_pixels_and_classes(tmp_path: Path) -> None:
+def test_shards_give_the_evaluations_pixels_and_classes(tmp_path):
     """A damaged sample is named with its place."""
     shards = tmp_path / "shards"
     make_shard_folder(shards, lengths={"test": (4, 3)})
@@ -400,7 +394,7 @@ def test_shards_give_the_evaluations_pixels_and_classes(tmp_path: Path) -> None:
     assert f" in {index.shards[0]}: " in skipped
 
 
-def test_unprepared_images_are_converted_as_shards_are() -> None:
+def test_unprepared_images_are_converted_as_shards_are():
     """Prepared ones are left to the decoders, and so is broken EXIF."""
     photo = photograph(40, 30)
     for exif in (b"", b"Exif\0\0" + b"II*\0\xff\xff\xff\xff"):
@@ -413,7 +407,6 @@ def test_unprepared_images_are_converted_as_shards_are() -> None:
     for content in (turned, encoded(clear, "PNG")):
         stored = check_image(content, settings=ImageSettings(), convert=True).content
         pixels = converted_pixels(content)
-        assert pixels is not None
         # What is stored is a JPEG, which moves levels a little.
         assert np.abs(pixels.int() - decoded(stored)).max() <= 10
 
@@ -423,13 +416,13 @@ def test_unprepared_images_are_converted_as_shards_are() -> None:
             converted_pixels(bad)
 
 
-def test_names_that_are_no_utf8_are_escaped() -> None:
+def test_names_that_are_no_utf8_are_escaped():
     # Python decodes such a name with surrogates, which no file of results can be written with.
     files = Images(paths=[os.fsdecode(b"\xff.jpg"), "b.jpg"])
     assert files.names([1, 0]) == ["b.jpg", "\\xff.jpg"]
 
 
-def test_shards_come_alone(tmp_path: Path) -> None:
+def test_shards_come_alone(tmp_path):
     make_shard_folder(tmp_path / "shards")
     shards = str(tmp_path / "shards")
     images = find_inputs(PredictRun(init="x", images=(shards,)))
@@ -445,9 +438,7 @@ def test_shards_come_alone(tmp_path: Path) -> None:
         find_inputs(PredictRun(init="x", images=(shards, shards)))
 
 
-def test_a_long_name_is_broken_between_words_and_never_shortened_in_the_middle() -> (
-    None
-):
+def test_a_long_name_is_broken_between_words_and_never_shortened_in_the_middle():
     assert caption("7", width=3) == "7"
 
     # Underscores of folder names are places to break, too.

@@ -1,12 +1,9 @@
 """A fine-tuning without `model` takes model and pixels of its weights; the only other split is
 evaluated; a run's card is of that run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -44,7 +41,7 @@ def weights(kind: str, folder: Path) -> str:
 
 
 @words(kind="run timm huggingface hybrid npz")
-def test_model_and_pixels_are_those_of_the_weights(kind: str, tmp_path: Path) -> None:
+def test_model_and_pixels_are_those_of_the_weights(kind, tmp_path):
     """As `evaluate init=` reads them, but for the head."""
     init = weights(kind, tmp_path)
     run = own(f"init={init}")
@@ -66,11 +63,9 @@ def test_model_and_pixels_are_those_of_the_weights(kind: str, tmp_path: Path) ->
     assert load_run_file(FinetuneRun, resolved).model == run.model
 
 
-def test_settings_of_the_user_win(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_of_the_user_win(tmp_path, capsys):
     init = f"init={weights('run', tmp_path)}"
-    run: Any = own(init, *SET.split())
+    run = own(init, *SET.split())
     assert run.model.image_size == 16
     assert run.model.drop_path == 0.2
     assert run.data.mean == (0, 0, 0)
@@ -95,7 +90,7 @@ def test_settings_of_the_user_win(
     assert run.data.mean == (0.5, 0.5, 0.5)
 
 
-def test_without_weights_or_model_the_next_step_is_named() -> None:
+def test_without_weights_or_model_the_next_step_is_named():
     with pytest.raises(UserErrors, match="set init=timm/vit_small.* or model.preset"):
         own()
     with refused("init=runs/nowhere: no such run"):
@@ -105,9 +100,7 @@ def test_without_weights_or_model_the_next_step_is_named() -> None:
         own("init=runs/nowhere", "data.pth=x")
 
 
-def test_the_name_in_timm_is_its_name_on_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_name_in_timm_is_its_name_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert full_name("timm/vit") == "hf://timm/vit"
     assert own("init=timm/vit", "model.preset=S/16").init == "hf://timm/vit"
@@ -135,12 +128,12 @@ def test_the_name_in_timm_is_its_name_on_the_hub(
 - [train val, val, val]
 """)
 def test_the_only_other_split_is_evaluated(
-    splits: str,
-    given: str | None,
-    expected: str | None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    splits,
+    given,
+    expected,
+    tmp_path,
+    capsys,
+):
     names = splits.split()
     shards = tmp_path / "shards"
     make_shard_folder(shards, lengths={name: (4,) for name in names})
@@ -170,7 +163,7 @@ def test_the_only_other_split_is_evaluated(
 # ---- the card ------------------------------------------------------------------------------------
 
 
-def test_a_card_is_of_the_run_and_not_of_another_ones_data(tmp_path: Path) -> None:
+def test_a_card_is_of_the_run_and_not_of_another_ones_data(tmp_path):
     # As it is in the file, the card describes the run: all its lines are kept.
     whole = load_run(FinetuneRun, "digits/finetune").run
     headings = re.findall(r"^(\w+):", whole.card, re.MULTILINE)

@@ -10,7 +10,6 @@ import torch
 import yaml
 from blake3 import blake3
 
-from finetune.run import FinetuneRun
 from launch.chains.executors import chain_states, check_unchanged, describe_chain
 from launch.chains.load import Chain, ChainStep, _sweeps, launch_command, load_chain
 from launch.chains.settings import ChainRun
@@ -84,11 +83,11 @@ def steps_of(chain: Chain, stage: str) -> list[ChainStep]:
     return [step for step in chain.steps if step.stage == stage]
 
 
-def write_training(step: ChainStep, *, at: int, total: int = 20) -> None:
+def write_training(step: ChainStep, *, at: int):
     """A run folder with a checkpoint."""
     step.folder.mkdir(parents=True, exist_ok=True)
     (step.folder / "config.yaml").write_text(run_to_yaml(step.run))
-    record_start(step.folder, first_step=0, total_steps=total)
+    record_start(step.folder, first_step=0, total_steps=20)
     light_save(step.folder / "checkpoints", step=at)
 
 
@@ -150,7 +149,6 @@ def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder):
     names = [f"finetune/first-percent-{share}_seed-7" for share in (1, 10)]
     assert [step.name for step in steps] == names
     for step, share in zip(steps, ("1", "10"), strict=True):
-        assert isinstance(step.run, FinetuneRun)
         assert step.run.seed == 7
         # The share is of the pre-training's images: the transfer has all of its own.
         assert step.run.data.first_percent == 100
@@ -295,12 +293,12 @@ def test_runs_of_a_sweep_are_named_by_what_differs():
 
 
 @pytest.fixture
-def chain(folder: Path) -> Chain:
+def chain(folder) -> Chain:
     make_shard_folder(folder / "shards", classes=("a", "b", "c", "d", "e"))
     return chain_of(folder / "chain.yaml")
 
 
-def train(chain: Chain, *stages: str) -> None:
+def train(chain: Chain, *stages: str):
     for stage in stages:
         for step in steps_of(chain, stage):
             write_training(step, at=20)
@@ -318,7 +316,7 @@ def texts(chain: Chain, stage: str) -> set[str]:
     return {states[step.name].text for step in steps_of(chain, stage)}
 
 
-def test_a_run_is_done_when_its_folder_says_so(chain: Chain):
+def test_a_run_is_done_when_its_folder_says_so(chain):
     (pretrain,) = steps_of(chain, "pretrain")
     assert texts(chain, "shards") == {"done"}
     assert texts(chain, "pretrain") == {"missing"}
@@ -346,7 +344,7 @@ def test_a_run_is_done_when_its_folder_says_so(chain: Chain):
     assert texts(chain, "pretrain") == {"resumable (step 7)"}
 
 
-def test_a_run_with_other_settings_is_repeated_or_refused(chain: Chain, folder):
+def test_a_run_with_other_settings_is_repeated_or_refused(chain, folder):
     path = folder / "chain.yaml"
     train(chain, "pretrain", "finetune")
     for step in steps_of(chain, "evaluate"):
@@ -372,7 +370,7 @@ def test_a_run_with_other_settings_is_repeated_or_refused(chain: Chain, folder):
         check_unchanged(chain_states(chain_of(path)))
 
 
-def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder):
+def test_shards_with_other_settings_or_no_input_are_refused(chain, folder):
     # A pre-training that is repeated may end with other weights.
     train(chain, "finetune")
     with refused("starts from is missing or incomplete: shards, pretrain"):
@@ -381,7 +379,7 @@ def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder
     manifest = folder / "shards/manifest.json"
     content = json.loads(manifest.read_text())
 
-    def note(**changes: object) -> None:
+    def note(**changes):
         manifest.write_text(json.dumps(content | changes))
 
     # A hash of a file that the settings no longer name says nothing.
@@ -403,7 +401,7 @@ def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder
         check_unchanged(chain_states(chain))
 
 
-def test_a_file_that_a_setting_names_counts_as_the_setting(folder, chain: Chain):
+def test_a_file_that_a_setting_names_counts_as_the_setting(folder, chain):
     """For every such setting: test_preparations."""
     labels = folder / "list.csv"
     labels.write_bytes(b"a,b\n")
@@ -426,7 +424,7 @@ def test_a_file_that_a_setting_names_counts_as_the_setting(folder, chain: Chain)
     assert texts(chain, "shards") == {"done"}
 
 
-def test_a_dry_run_writes_nothing(chain: Chain, folder):
+def test_a_dry_run_writes_nothing(chain, folder):
     text = describe_chain(chain_of(folder / "chain.yaml", cluster="slurm"))
     assert "finetune/lr-0.001_seed-4  finetune   shards, pretrain  missing" in text
 

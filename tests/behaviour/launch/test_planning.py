@@ -388,7 +388,7 @@ def test_what_this_machine_lacks_is_found_before_a_start(
     assert sorted(folder.parent.rglob("*")) == before
 
 
-def test_a_resume_needs_no_initial_weights(folder: Path) -> None:
+def test_a_resume_needs_no_initial_weights(folder):
     # The weights may be gone long since: the checkpoint has what became of them.
     run = FinetuneRun.model_validate(SECTIONS | {"data": DATA, "init": "runs/lost"})
     Path("runs/x/checkpoints/step-00000001").mkdir(parents=True)

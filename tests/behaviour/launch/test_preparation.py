@@ -22,7 +22,7 @@ from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.launching import LaunchSettings
 
 
-def git(root: Path, *arguments: str) -> None:
+def git(root: Path, *arguments: str):
     identity = "-c user.name=n -c user.email=e@example.org".split()
     subprocess.run(["git", "-C", str(root), *identity, *arguments], check=True)
 
@@ -31,13 +31,13 @@ def git(root: Path, *arguments: str) -> None:
 def root(tmp_path) -> Path:
     """A small checkout with one commit."""
     root = tmp_path / "checkout"
-    files = {
-        ".gitignore": "*.so\n__pycache__/\n/runs/\n",
-        "vitscale/model.py": "width = 1\n",
-        "vitscale/old.py": "old = 1\n",
-        "launch/job.sh": "#!/bin/sh\n",
-        "docs/page.md": "text\n",
-    }
+    files = yaml.safe_load(r"""
+    .gitignore: "*.so\n__pycache__/\n/runs/\n"
+    vitscale/model.py: "width = 1\n"
+    vitscale/old.py: "old = 1\n"
+    launch/job.sh: "#!/bin/sh\n"
+    docs/page.md: "text\n"
+    """)
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -102,7 +102,6 @@ def test_the_record_replaces_git_inside_a_snapshot(root, tmp_path):
     copy = copy_of(root, root / "runs")
     recorded = source_version(copy)
     assert recorded == source_version(root)
-    assert recorded is not None
     assert not recorded.patch
 
     git(root, "commit", "--quiet", "--allow-empty", "--message", "later")
@@ -155,13 +154,10 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    run = DataPrepRun.model_validate(
-        {
-            "output": "shards",
-            "source": {"path": "tars", "kind": "webdataset"},
-            "script": "index_shards",
-        }
+    values = yaml.safe_load(
+        "{output: shards, source: {path: tars, kind: webdataset}, script: index_shards}"
     )
+    run = DataPrepRun.model_validate(values)
     job = prepare_job(run, cluster="slurm")
     config = Path(job.config)
 
@@ -265,7 +261,7 @@ def seen_by_sbatch(tmp_path, monkeypatch) -> Iterator[Submit]:
             monkeypatch.delenv(name)
     _say_once.cache_clear()
 
-    def submit(launch: LaunchSettings) -> dict[str, str]:
+    def submit(launch):
         folder = tmp_path / "job"
         folder.mkdir(exist_ok=True)
         job = StageJob(script="main.py", config="config.yaml")
@@ -282,7 +278,7 @@ def seen_by_sbatch(tmp_path, monkeypatch) -> Iterator[Submit]:
 
 
 def test_variables_of_the_shell_override_nothing_that_a_run_says(
-    seen_by_sbatch: Submit, monkeypatch, capsys
+    seen_by_sbatch, monkeypatch, capsys
 ):
     settings = {}
     for name, (value, setting) in OF_SITE.items():
@@ -308,9 +304,7 @@ def test_variables_of_the_shell_override_nothing_that_a_run_says(
     assert capsys.readouterr().err == ""
 
 
-def test_the_site_decides_what_a_run_leaves_to_it(
-    seen_by_sbatch: Submit, monkeypatch, capsys
-):
+def test_the_site_decides_what_a_run_leaves_to_it(seen_by_sbatch, monkeypatch, capsys):
     values = {name: value for name, (value, _) in OF_SITE.items()}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
@@ -323,7 +317,7 @@ def test_the_site_decides_what_a_run_leaves_to_it(
 
 
 def test_a_job_around_the_shell_gives_nothing_to_the_new_one(
-    seen_by_sbatch: Submit, monkeypatch, capsys
+    seen_by_sbatch, monkeypatch, capsys
 ):
     of_job = "SLURM_JOB_ID SLURM_NTASKS SLURM_JOB_GPUS SLURMD_NODENAME".split()
     for name in of_job:
@@ -351,7 +345,7 @@ def test_the_profile_of_a_node_names_no_ranks(tmp_path):
 
 # A word for the shell that splits it, ends a quotation, is filled in, or matches files.
 @pytest.mark.parametrize("name", ["my run", "it's", "$HOME", "*", "Läufe (1)"])
-def test_the_batch_script_takes_any_name_of_a_run(name: str, tmp_path: Path) -> None:
+def test_the_batch_script_takes_any_name_of_a_run(name, tmp_path):
     folder = str(tmp_path / name)
     text = sbatch_text(
         LaunchSettings(),

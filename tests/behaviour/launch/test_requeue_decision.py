@@ -42,36 +42,22 @@ from vitscale.distributed.events import (
 
 ATTEMPT = "17/1"
 RUNNING = {"JobState": "RUNNING"}
-STORAGE = Failure(
-    kind=FailureKind.STORAGE,
-    what="no space",
-    rank=1,
-    node="n2",
-    step=7,
-    reported_by=1,
-)
-ERROR = Failure(
-    kind=FailureKind.OTHER,
-    what="KeyError: 7",
-    rank=1,
-    node="n2",
-    reported_by=1,
-)
-# Rank 0 has noticed the end of another rank, in two ways.
-LOST = Failure(
-    kind=FailureKind.PEER_LOST,
-    what="connection closed",
-    rank=0,
-    node="n1",
-    reported_by=0,
-)
-GONE = Failure(
-    kind=FailureKind.KILLED,
-    what="is gone",
-    rank=1,
-    node="n2",
-    reported_by=0,
-)
+# What ranks report; of `lost` and `gone` rank 0 has noticed the end of another rank, in two ways.
+REPORTS = {}
+for name, (kind, what, rank, node, step, reporter) in yaml.safe_load("""
+storage: [storage, no space, 1, n2, 7, 1]
+other: [other, "KeyError: 7", 1, n2, null, 1]
+lost: [peer lost, connection closed, 0, n1, null, 0]
+gone: [killed from outside, is gone, 1, n2, null, 0]
+""").items():
+    REPORTS[name] = Failure(
+        kind=FailureKind(kind),
+        what=what,
+        rank=rank,
+        node=node,
+        step=step,
+        reported_by=reporter,
+    )
 EXITED = "srun: error: n1: task 0: Exited with exit code 1"
 KILLED = "srun: error: n2: task 1: Killed"
 
@@ -96,20 +82,12 @@ def end_of(
 
 
 def outcome(
-    folder: Path, lines: str, *, code: int = 1, reports: Sequence[Failure] = ()
+    folder: Path, lines: str, *, code: int = 1, reports: Sequence[str] = ()
 ) -> Outcome:
     """The outcome with these errors of srun and reports of ranks."""
     for report in reports:
-        record_failure(folder, replace(report, attempt=ATTEMPT))
+        record_failure(folder, replace(REPORTS[report], attempt=ATTEMPT))
     return end_of(lines, folder, code=code, JobState="RUNNING")
-
-
-REPORTS = {
-    "storage": STORAGE,
-    "other": ERROR,
-    "lost": LOST,
-    "gone": GONE,
-}
 
 
 # What srun wrote and ranks recorded, and the cause that follows.
@@ -171,13 +149,15 @@ def test_the_cause_is_what_the_best_report_says(
     node,
     reason,
 ):
-    record_failure(tmp_path, replace(ERROR, attempt="17/0"))  # of another attempt
+    record_failure(
+        tmp_path, replace(REPORTS["other"], attempt="17/0")
+    )  # of another attempt
     lines = ["srun: got SIGCONT", *(f"srun: error: {error}" for error in errors)]
     ended = outcome(
         tmp_path,
         "\n".join(lines),
         code=1 if errors else 137,
-        reports=[REPORTS[name] for name in reports],
+        reports=reports,
     )
     assert ended.kind == kind
     assert ended.reason == reason
@@ -248,7 +228,7 @@ def test_a_task_that_was_not_launched_is_blamed(tmp_path, monkeypatch):
 
 
 def test_a_kill_that_no_rank_saw_is_recorded(tmp_path):
-    outcome(tmp_path, KILLED, reports=[LOST])
+    outcome(tmp_path, KILLED, reports=["lost"])
     recorded = read_failures(tmp_path, attempt=ATTEMPT)[-1]
     assert recorded.kind == FailureKind.KILLED
     assert recorded.rank == 1
@@ -263,7 +243,7 @@ def test_slurm_and_stops_are_told_apart(tmp_path):
     # 75 is the code of a rank that was asked to stop and has saved.
     stopped = "srun: error: n1: task 0: Exited with exit code 75"
 
-    def end(code: int = 75, lines: str = stopped, **fields: str) -> Outcome:
+    def end(code=75, lines=stopped, **fields):
         return end_of(
             lines,
             tmp_path,
@@ -510,7 +490,7 @@ def test_the_second_failure_on_a_node_excludes_it(follows):
 
 
 def test_a_node_that_lacks_something_is_excluded_at_once(follows, tmp_path):
-    lacks = replace(ERROR, kind=FailureKind.NODE, attempt="17/0")
+    lacks = replace(REPORTS["other"], kind=FailureKind.NODE, attempt="17/0")
     record_failure(tmp_path / "run", lacks)
     assert "n2 is excluded from job 17: it lacks" in follows("run", KILLED)
 
@@ -521,7 +501,7 @@ def test_the_time_limit_comes_before_storage_may_be_back(follows, tmp_path):
     full.parent.mkdir(parents=True)
     with open(full, "wb") as file:
         file.truncate(2 * shutil.disk_usage(tmp_path).free)
-    record_failure(tmp_path / "run", replace(STORAGE, attempt="17/0"))
+    record_failure(tmp_path / "run", replace(REPORTS["storage"], attempt="17/0"))
     assert "requeueing job 17 (1 of 9)" in follows("run", EXITED)
 
     # Whatever srun says, a training that has its last checkpoint is done.
@@ -557,7 +537,7 @@ def begin(folder: Path, *, restart: int = 0) -> Attempt:
     )
 
 
-def log(folder: Path, step: int) -> None:
+def log(folder: Path, step: int):
     row = {
         "step": step,
         "time": 1e9 + step,
@@ -585,7 +565,6 @@ def test_an_attempt_records_how_it_ended(tmp_path):
     assert ended.last_step == 37
     assert ended.ending == Ending.FAILED
     assert ended.failed_node == "n2"
-    assert ended.ended is not None
     assert ended.ended >= ended.started
 
     # A line is added and none is rewritten, so that a crash here loses no earlier one.

@@ -11,6 +11,7 @@ from ctypes import c_char_p
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launch.comparison.runs import load_runs
 from launch.jobs import queue
@@ -42,7 +43,7 @@ SCRIPT = ".submission_file_1a2b.sh"
 class RunFolder:
     """Writes the files of a run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         self.folder = folder
         (folder / "slurm" / JOB).mkdir(parents=True)
 
@@ -50,19 +51,14 @@ class RunFolder:
         (folder / "slurm" / SCRIPT).symlink_to(f"{JOB}/{JOB}_submission.sh")
         self.submit(NOW - 100)
 
-    def submit(self, moment: float) -> None:
+    def submit(self, moment: float):
         path = self.folder / "slurm" / SCRIPT
         os.utime(path, (moment, moment), follow_symlinks=False)
 
-    def log(self, step: int, *, ago: float = 10.0, **metrics: float) -> None:
+    def log(self, step: int, *, ago: float = 10.0, **metrics: float):
         """The end of an interval, of a training of 100 steps that has started a minute ago."""
         if read_start(self.folder) is None:
-            facts = {
-                "time": NOW - 60,
-                "first_step": 0,
-                "total_steps": 100,
-            }
-            append_event(self.folder, STARTED, facts)
+            self.started(NOW - 60)
         row = Row(
             step=step,
             time=NOW - ago,
@@ -71,25 +67,19 @@ class RunFolder:
         with open(self.folder / "journal.jsonl", "ab") as file:
             file.write(encode(row))
 
-    def attempt(self, ending: str | None, *, number: int = 1, **more) -> None:
+    def started(self, moment: float):
+        facts = {"time": moment, "first_step": 0, "total_steps": 100}
+        append_event(self.folder, STARTED, facts)
+
+    def attempt(self, ending: str | None, *, number: int = 1, **more):
         """One that has started a minute ago, and ended now unless `ending` is None."""
-        values = {
-            "number": number,
-            "cluster": "slurm",
-            "job_id": JOB,
-            "restart": 0,
-            "nodes": ["n1", "n2"],
-            "started": NOW - 60,
-        }
+        values = yaml.safe_load("{cluster: slurm, restart: 0, nodes: [n1, n2]}")
+        values |= {"number": number, "job_id": JOB, "started": NOW - 60}
         if ending:
-            values |= {
-                "ended": NOW,
-                "ending": ending,
-                "reason": "why",
-            }
+            values |= {"ended": NOW, "ending": ending, "reason": "why"}
         append_event(self.folder, ATTEMPT, values | more)
 
-    def checkpoint(self, step: int) -> None:
+    def checkpoint(self, step: int):
         folder = self.folder / f"checkpoints/step-{step:08d}"
         folder.mkdir(parents=True)
         (folder / "manifest.json").touch()
@@ -100,16 +90,13 @@ class RunFolder:
 
 def job(state: str, *, reason: str | None = None, **more) -> QueuedJob:
     values = {
-        "job_id": JOB,
-        "submitted_id": JOB,
-        "state": state,
-        "reason": reason,
+        **dict.fromkeys(("job_id", "submitted_id"), JOB),
         "start": None,
         "nodes": None,
         "submitted": NOW - 720,
         "script": f"/else/where/{SCRIPT}",
     }
-    return QueuedJob(**values | more)
+    return QueuedJob(state=state, reason=reason, **values | more)
 
 
 @pytest.fixture
@@ -117,7 +104,7 @@ def run(tmp_path) -> RunFolder:
     return RunFolder(tmp_path / "vit")
 
 
-def test_a_started_job_is_running(run: RunFolder):
+def test_a_started_job_is_running(run):
     run.checkpoint(50)
     run.attempt(None)
     running = job("RUNNING", nodes="n[1-2]")
@@ -132,7 +119,7 @@ def test_a_started_job_is_running(run: RunFolder):
     assert "step 64 of 100 (64%), 812 img/s, MFU 40.0%, 0:01:02 left; job" in line
 
 
-def test_a_run_without_new_lines_says_so(run: RunFolder):
+def test_a_run_without_new_lines_says_so(run):
     running = job("RUNNING", start=NOW - 60)
     run.log(2, ago=50)
     run.log(4, ago=40)
@@ -145,7 +132,7 @@ def test_a_run_without_new_lines_says_so(run: RunFolder):
     assert "left" not in line_of(state, now=NOW)
 
 
-def test_a_complete_run_is_finished(run: RunFolder):
+def test_a_complete_run_is_finished(run):
     run.log(98)
     run.log(100, **{"val/top1": 0.75})
 
@@ -167,7 +154,7 @@ ended by SLURM | stopped
 failed         | failed
                | failed
 """)
-def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, ending, state):
+def test_the_last_attempt_says_how_a_run_ended(run, ending, state):
     run.log(10)
     # A success between: only attempts that ended otherwise count as restarts.
     for number, word in enumerate((ending, "done", ending), start=1):
@@ -182,7 +169,7 @@ def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, ending, state):
     assert (": why" in run.line()) == is_ended
 
 
-def test_without_slurm_an_open_attempt_counts_as_running(run: RunFolder):
+def test_without_slurm_an_open_attempt_counts_as_running(run):
     run.attempt(None)
     # None: nothing is known of jobs, which is not the same as no job.
     state = read_state(run.folder, None)
@@ -190,7 +177,7 @@ def test_without_slurm_an_open_attempt_counts_as_running(run: RunFolder):
     assert state.place.endswith("on n1, n2, as its records say: SLURM does not answer")
 
 
-def test_a_process_of_this_machine_is_running(run: RunFolder):
+def test_a_process_of_this_machine_is_running(run):
     """Started by launch/local.py, or by another launcher."""
     record_start(run.folder, first_step=0, total_steps=9)
     state = read_state(run.folder, None)
@@ -198,7 +185,7 @@ def test_a_process_of_this_machine_is_running(run: RunFolder):
     assert state.place == f"process {os.getpid()} on this machine"
 
 
-def test_an_evaluation_that_is_repeated_is_running(run: RunFolder):
+def test_an_evaluation_that_is_repeated_is_running(run):
     (run.folder / "results.json").touch()
     assert read_state(run.folder, None).state is RunState.FINISHED
 
@@ -210,7 +197,7 @@ def test_an_evaluation_that_is_repeated_is_running(run: RunFolder):
     assert read_state(run.folder, None).state is RunState.FINISHED
 
 
-def test_a_training_of_another_launcher_has_failed(run: RunFolder):
+def test_a_training_of_another_launcher_has_failed(run):
     run.log(4)
     assert read_state(run.folder, []).state is RunState.STOPPED
 
@@ -224,14 +211,14 @@ def test_a_training_of_another_launcher_has_failed(run: RunFolder):
     assert ": the disk is full (storage, step 4)" in run.line()
 
 
-def test_a_job_without_nodes_waits_for_what_slurm_says(run: RunFolder):
+def test_a_job_without_nodes_waits_for_what_slurm_says(run):
     """JOB STATE CODES of `man squeue`."""
     run.attempt(Ending.STOPPED)
     for state in "REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT SUSPENDED".split():
         assert read_state(run.folder, [job(state)]).state is RunState.PAUSED
 
 
-def test_an_array_runs_while_a_task_does(run: RunFolder):
+def test_an_array_runs_while_a_task_does(run):
     # One task waits while another runs.
     live = [
         job("PENDING", job_id=f"{JOB}_2"),
@@ -264,7 +251,7 @@ def test_an_array_runs_while_a_task_does(run: RunFolder):
     assert read_state(run.folder, []).state is RunState.FINISHED
 
 
-def test_several_runs_are_ordered_and_counted(run: RunFolder):
+def test_several_runs_are_ordered_and_counted(run):
     other = RunFolder(run.folder.parent / "other")
     endings = (Ending.STOPPED, Ending.FAILED, Ending.STOPPED, Ending.DONE)
     for number, ending in enumerate(endings, start=1):
@@ -360,7 +347,7 @@ LIBRARIES = ("/usr/lib/*/slurm-wlm/libslurmfull.so", "/usr/lib*/slurm/libslurmfu
 
 
 @lines(TO_DO)
-def test_a_job_that_waits_says_what_to_do(run: RunFolder, state, reason, to_do):
+def test_a_job_that_waits_says_what_to_do(run, state, reason, to_do):
     assert to_do in run.line(job(state, reason=reason or None))
 
 
@@ -398,7 +385,7 @@ def test_slurm_has_no_reason_without_advice():
 
 @lines(ENDS)
 def test_an_end_that_no_attempt_has_recorded_is_explained(
-    run: RunFolder,
+    run,
     attempt,
     state,
     reason,
@@ -415,7 +402,7 @@ def test_an_end_that_no_attempt_has_recorded_is_explained(
     assert line in run.line(*jobs)
 
 
-def test_an_attempt_that_follows_the_submission_counts(run: RunFolder):
+def test_an_attempt_that_follows_the_submission_counts(run):
     # Submitted again since: how the job before it ended no longer matters.
     for moment, is_later in ((NOW - 90, True), (NOW, False)):
         run.submit(moment)
@@ -424,16 +411,11 @@ def test_an_attempt_that_follows_the_submission_counts(run: RunFolder):
 
 
 @every(node_ahead="-300, 0, 300", here_ahead="-300, 0, 300")
-def test_clocks_that_differ_change_no_age(run: RunFolder, here_ahead, node_ahead):
+def test_clocks_that_differ_change_no_age(run, here_ahead, node_ahead):
     # The node writes records with its clock; who looks has another one.
     began = NOW - 60 + node_ahead
     run.attempt(None, started=began)
-    facts = {
-        "time": began,
-        "first_step": 0,
-        "total_steps": 100,
-    }
-    append_event(run.folder, STARTED, facts)
+    run.started(began)
     run.log(1, ago=50 - node_ahead)
     run.log(41, ago=10 - node_ahead)
 

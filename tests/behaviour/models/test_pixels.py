@@ -37,11 +37,11 @@ def tiny_weights() -> dict[str, torch.Tensor]:
     return timm.create_model(TINY, **SMALL).state_dict()
 
 
-def photographs(count: int = 20) -> list[Image.Image]:
+def photographs() -> list[Image.Image]:
     """Smooth images of many shapes, wide, high and small ones."""
     random = np.random.default_rng(0)
     images = []
-    for number in range(count):
+    for number in range(20):
         pixels = random.integers(0, 256, (6, 5, 3), dtype=np.uint8)
         sides = (48, 28 + 9 * number)
         if number % 3:

@@ -45,7 +45,7 @@ def built(name: str, *, seed: int = 0, num_classes: int = 5, **values) -> TimmMo
     return build_model(settings.resolved(num_classes=num_classes), seed=seed)
 
 
-def load(target: TimmModel, source: torch.nn.Module, **options: bool) -> None:
+def load(target: TimmModel, source: torch.nn.Module, **options: bool):
     options = {"keep_head": True, **options}
     target.load_weights(source.state_dict(), where="x", **options)
 
@@ -146,7 +146,7 @@ def test_images_have_channels_last_on_a_gpu_and_stay_so(name, monkeypatch):
     model = built(name).eval()
     layouts = []
 
-    def note(module, inputs, output) -> None:
+    def note(module, inputs, output):
         layouts.append(output.is_contiguous(memory_format=torch.channels_last))
 
     # Convolutions of 1 x 1 also run on pooled features, which have no layout to lose.

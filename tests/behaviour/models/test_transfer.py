@@ -152,7 +152,7 @@ def test_fixed_positions_are_computed_for_the_new_grid():
     expected = sincos_position_embedding((6, 6), width=24)
     assert torch.equal(target.pos_embed[0], expected)
 
-    def computed(settings: ViTSettings) -> dict[str, torch.Tensor]:
+    def computed(settings):
         description = settings.resolved(num_classes=5).description()
         return fixed_positions(description, grid=(4, 4))
 
@@ -202,7 +202,7 @@ def test_a_model_sees_upsized_patches_as_their_originals():
 def test_patches_are_resized_as_flexivit_does():
     """The least-squares solution for all patches, which are resized without smoothing."""
 
-    def kernels(model: ViT) -> torch.Tensor:
+    def kernels(model):
         """[pixels, channels * width]: what a patch embedding does to each pixel of a patch."""
         kernel_DCP = model.patch_embed.proj.weight.flatten(2)
         return kernel_DCP.permute(2, 0, 1).flatten(1)
@@ -287,7 +287,7 @@ def cubic(
     The side of an output pixel is M / (n + offset) input pixels.
     """
 
-    def weights(num_in: int, num_out: int) -> np.ndarray:
+    def weights(num_in, num_out):
         matrix = np.zeros((num_out, num_in))
         for out in range(num_out):
             centre = (out + 0.5) * num_in / (num_out + offset) - 0.5
@@ -356,7 +356,7 @@ def test_fixed_positions_equal_a_slow_table(grid):
     ):
         omega = [10_000.0 ** -(band / steps) for band in range(6)]
 
-        def waves(place: int, omega: list[float] = omega) -> list[float]:
+        def waves(place, omega=omega):
             angles = [place * o for o in omega]
             return [*map(math.sin, angles), *map(math.cos, angles)]
 

@@ -536,10 +536,10 @@ def vit_logits(
 ) -> torch.Tensor:
     """Logits from weights of timm's names: Dosovitskiy et al. 2021, eq. 1 to 4, of two heads."""
 
-    def dense(name: str, x: torch.Tensor) -> torch.Tensor:
+    def dense(name, x):
         return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
 
-    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+    def norm(name, x):
         return F.layer_norm(
             x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps
         )

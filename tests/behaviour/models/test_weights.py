@@ -47,7 +47,7 @@ def shaken(model: nn.Module):
     return model.eval()
 
 
-def check(ours: TrainedModel, expected: torch.Tensor, output: str = "logits") -> None:
+def check(ours: TrainedModel, expected: torch.Tensor, output: str = "logits"):
     with torch.no_grad():
         given = ours.network(IMAGES, output=output)
     # Outputs that are nearly zero would be close to anything small.
@@ -401,7 +401,7 @@ def test_heads_are_those_of_the_known_model(tmp_path, width, heads):
 class Trap:
     """Unpickled, it would create a file."""
 
-    def __init__(self, path: Path, make=Path.touch) -> None:
+    def __init__(self, path: Path, make=Path.touch):
         self.path = path
         self.make = make
 

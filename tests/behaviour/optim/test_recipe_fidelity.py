@@ -47,7 +47,7 @@ def resolved(run: TrainingRun) -> Values:
         section, name = path.split(".")
         values[key] = getattr(getattr(run, section), name, None)
 
-    def of(key: str):
+    def of(key):
         """None for what a model of timm has no key for."""
         return getattr(model, key, None)
 
@@ -140,12 +140,7 @@ TABLE = read_yaml(
 ).values
 # No paper trains these.
 NO_RECIPE = {
-    "cifar10/vit_tiny",
-    "demo/pretrain",
-    "demo/finetune",
-    "digits/pretrain",
-    "digits/finetune",
-    "own",
+    *"cifar10/vit_tiny demo/pretrain demo/finetune digits/pretrain digits/finetune own".split()
 }
 
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from itertools import product
 
+import yaml
+
 from launch.jobs.preparation import check_job, job_folder, run_name
 from launch.jobs.submission import sbatch_text
 from pretrain.run import PretrainRun
@@ -16,30 +18,26 @@ from vitscale.runs.training import MicroBatches, training_plan
 
 # Fields whose text is no shell. `setup` and `python` are shell by design, on one line.
 QUOTED_FIELDS = (
-    "gpu_type",
-    "partition",
-    "account",
-    "srun_args",
-    "sbatch value",
-    "sbatch option",
-    "run name",
+    "gpu_type|partition|account|srun_args|sbatch value|sbatch option|run name".split(
+        "|"
+    )
 )
 # Each would make a file if a shell read it: by substitution, as a command of its own, by leaving
 # quotes, on a line of its own, by redirection, behind bytes that some programs take for line ends.
-HOSTILE = (
-    "$(touch canary)",
-    "`touch canary`",
-    "; touch canary",
-    "x & touch canary #",
-    "x | touch canary",
-    "'; touch canary; '",
-    '"; touch canary; "',
-    "x\ntouch canary",
-    "> canary",
-    "x\rtouch canary",
-    "x\x00touch canary",
-    "x\u2028touch canary",
-)
+HOSTILE = yaml.safe_load(r"""
+- $(touch canary)
+- "`touch canary`"
+- ; touch canary
+- "x & touch canary #"
+- x | touch canary
+- "'; touch canary; '"
+- '"; touch canary; "'
+- "x\ntouch canary"
+- "> canary"
+- "x\rtouch canary"
+- "x\0touch canary"
+- "x\u2028touch canary"
+""")
 
 
 def script_with(field: str, text: str) -> str | None:
@@ -114,12 +112,12 @@ def test_no_field_runs_as_shell(tmp_path):
 
 
 def run(**changes: dict[str, object]) -> PretrainRun:
-    sections = {
-        "data": {"path": "shards", "global_batch": 8},
-        "model": {"preset": "B/16"},
-        "optim": {"lr": 1e-3},
-        "schedule": {"steps": 100, "warmup_steps": 10},
-    }
+    sections = yaml.safe_load("""
+    data: {path: shards, global_batch: 8}
+    model: {preset: B/16}
+    optim: {lr: 0.001}
+    schedule: {steps: 100, warmup_steps: 10}
+    """)
     for group, values in changes.items():
         sections[group] = sections.get(group, {}) | values
     return PretrainRun.model_validate({"name": "x", **sections})

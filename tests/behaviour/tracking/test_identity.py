@@ -25,12 +25,12 @@ Store = sqlite3.Connection
 
 
 @pytest.fixture
-def uri(mlflow_database: Path) -> str:
+def uri(mlflow_database) -> str:
     return f"sqlite:///{mlflow_database}"
 
 
 @pytest.fixture
-def store(mlflow_database: Path) -> Store:
+def store(mlflow_database) -> Store:
     return sqlite3.connect(mlflow_database, isolation_level=None)
 
 
@@ -42,7 +42,7 @@ def train(
     value: float = 1.0,
     uri: str | None = None,
     name: str = "base",
-) -> None:
+):
     """An attempt from the checkpoint of step `first` on, without a store or with one."""
     folder.mkdir(parents=True, exist_ok=True)
     config = yaml.safe_dump({"stage": "pretrain", "name": name})
@@ -73,7 +73,7 @@ def send(folder: Path, uri: str) -> str:
 def points(store: Store, run_id: str) -> dict[int, list[float]]:
     """Step -> values of train/loss, in the order in which they were logged."""
     sql = "select step, value from metrics where run_uuid = ? and key = 'train/loss'"
-    values: dict[int, list[float]] = {}
+    values = {}
     for step, value in store.execute(f"{sql} order by step, timestamp", [run_id]):
         values.setdefault(step, []).append(value)
     return values
@@ -94,7 +94,7 @@ def test_a_copy_that_goes_on_is_another_run(
     in_mlflow_before,
     tmp_path,
     uri,
-    store: Store,
+    store,
 ):
     base = tmp_path / "base"
     branch = tmp_path / "branch"
@@ -142,13 +142,13 @@ def test_a_copy_that_goes_on_is_another_run(
     assert tags["vitscale.copied_from"] == origin.tracking_id
 
 
-def test_copies_that_only_lie_there_are_runs_of_their_own(tmp_path, uri, store: Store):
+def test_copies_that_only_lie_there_are_runs_of_their_own(tmp_path, uri, store):
     base = tmp_path / "base"
     train(base, last=30)
     copies = [Path(shutil.copytree(base, tmp_path / f"copy{i}")) for i in (1, 2)]
     folders = [base, *copies]
 
-    def names() -> list[list[str]]:
+    def names():
         return [sorted(path.name for path in each.rglob("*")) for each in folders]
 
     before = names()
@@ -164,7 +164,7 @@ def test_copies_that_only_lie_there_are_runs_of_their_own(tmp_path, uri, store: 
     assert len({*wandb_ids}) == 3
 
 
-def test_a_moved_folder_stays_the_same_run(tmp_path, uri, store: Store):
+def test_a_moved_folder_stays_the_same_run(tmp_path, uri, store):
     base = tmp_path / "base"
     train(base, last=30)
     run_id = send(base, uri)
@@ -190,9 +190,7 @@ def test_a_moved_folder_stays_the_same_run(tmp_path, uri, store: Store):
     assert send(tmp_path / "link", uri) == run_id
 
 
-def test_a_folder_that_goes_on_under_another_name_is_another_run(
-    tmp_path, uri, store: Store
-):
+def test_a_folder_that_goes_on_under_another_name_is_another_run(tmp_path, uri, store):
     base = tmp_path / "base"
     train(base, last=30)
     first = send(base, uri)
@@ -212,9 +210,7 @@ def test_a_folder_that_goes_on_under_another_name_is_another_run(
     assert max(points(store, first)) == 30
 
 
-def test_folders_that_cannot_see_each_other_never_share_a_run(
-    tmp_path, uri, store: Store
-):
+def test_folders_that_cannot_see_each_other_never_share_a_run(tmp_path, uri, store):
     """A copy on another machine: the path of the original is not there."""
     base = tmp_path / "base"
     far = tmp_path / "far"
@@ -246,7 +242,7 @@ def test_folders_that_cannot_see_each_other_never_share_a_run(
     assert send(base, uri) == second
 
 
-def test_a_run_of_an_earlier_version_is_told_by_mlflow(tmp_path, uri, store: Store):
+def test_a_run_of_an_earlier_version_is_told_by_mlflow(tmp_path, uri, store):
     """Its events do not name the folder."""
     base = tmp_path / "base"
     train(base, last=30)
@@ -271,7 +267,7 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
     tmp_path,
     uri,
     capsys,
-    store: Store,
+    store,
     monkeypatch,
 ):
     folder = tmp_path / "run"
@@ -344,7 +340,7 @@ def test_compared_runs_are_read_as_logged_and_once(tmp_path, uri):
     assert [run.label for run in load_runs(names, uri=None)] == ["old", "new"]
 
 
-def add_experiments(store: Store, num: int) -> None:
+def add_experiments(store: Store, num: int):
     """Newer ones than any that is there."""
     # Straight into the table: MLflow would take minutes.
     columns = [row[1] for row in store.execute("pragma table_info(experiments)")]
@@ -364,7 +360,7 @@ def add_experiments(store: Store, num: int) -> None:
     store.execute("commit")
 
 
-def test_a_run_is_found_among_thousands_of_experiments(tmp_path, uri, store: Store):
+def test_a_run_is_found_among_thousands_of_experiments(tmp_path, uri, store):
     parent = tmp_path / "parent"
     child = tmp_path / "child"
     train(parent, last=30)
@@ -382,7 +378,7 @@ def test_a_run_is_found_among_thousands_of_experiments(tmp_path, uri, store: Sto
     assert send(child, uri) == second.run_id
     assert num_runs(store) == 2
 
-    def ids(limit: int) -> list[str]:
+    def ids(limit):
         runs = stored_runs(uri, "metrics.`train/loss` > 0", limit=limit)
         return [run.info.run_id for run, _ in runs]
 

@@ -7,11 +7,12 @@ import base64
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launch.comparison.differences import compare
 from launch.comparison.page import render
@@ -30,20 +31,20 @@ PNG = b"\x89PNG\r\n\x1a\n"
 PER_CLASS = "label,class,images,correct,top1\n"
 
 
-def link_to_link(path: Path, secret: Path) -> None:
+def link_to_link(path: Path, secret: Path):
     between = path.with_name("between")
     between.symlink_to(secret)
     path.symlink_to("between")
 
 
-def huge(path: Path, secret: Path) -> None:
+def huge(path: Path, secret: Path):
     """4 TiB that take no space, of which a reader would fill its memory."""
     with open(path, "wb") as file:
         file.write(secret.read_bytes())
         file.truncate(1 << 42)
 
 
-def linked_folder(path: Path, secret: Path) -> None:
+def linked_folder(path: Path, secret: Path):
     """The file itself is a plain one."""
     outside = secret.parent / "folder"
     outside.mkdir()
@@ -53,7 +54,6 @@ def linked_folder(path: Path, secret: Path) -> None:
 
 
 # What somebody else may have put in place of a file. Of a pipe or a device a read never ends.
-Attack = Callable[[Path, Path], object]
 ATTACKS = {
     "link": Path.symlink_to,
     "relative link": lambda path, secret: path.symlink_to(
@@ -216,7 +216,6 @@ def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path):
         b"\0" * 100 + b"\n",
     )
     path = tmp_path / "journal.jsonl"
-    path = tmp_path / "journal.jsonl"
     last = b'{"step": 8, "ti'  # being written
     path.write_bytes(b"".join(line + good for line in odd) + last)
     rows = [*read_rows(path)]
@@ -236,28 +235,18 @@ def hostile_server(
     artifact_uri: str, *, listed: str = "x", **more
 ) -> Iterator[tuple[str, list[str]]]:
     """Its address, and the paths that it was asked for. more: further keys of its runs."""
-    info = {
-        "run_id": "a" * 32,
-        "run_uuid": "a" * 32,
-        "experiment_id": "0",
-        "run_name": "r",
-        "status": "RUNNING",
-        "start_time": 1,
-        "artifact_uri": artifact_uri,
-        "lifecycle_stage": "active",
-        **more,
-    }
-    experiment = {
-        "experiment_id": "0",
-        "name": "vitscale",
-        "lifecycle_stage": "active",
-    }
+    info, experiment = yaml.safe_load("""
+    - {experiment_id: "0", run_name: r, status: RUNNING, start_time: 1, lifecycle_stage: active}
+    - {experiment_id: "0", name: vitscale, lifecycle_stage: active}
+    """)
+    info |= {"run_id": "a" * 32, "run_uuid": "a" * 32, "artifact_uri": artifact_uri}
+    info |= more
     asked = []
 
     class Hostile(Answering):
         """As much of MLflow's protocol as its client needs to send a run."""
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             self.rfile.read(int(self.headers["content-length"] or 0))
             path = self.path.partition("?")[0]
             asked.append(path)
@@ -295,7 +284,7 @@ def test_no_server_chooses_where_files_are_written(form, run, tmp_path):
     results = run / "results.md"
     results.write_text("x\n")
 
-    def names() -> list[str]:
+    def names():
         return sorted(str(path) for path in tmp_path.rglob("*"))
 
     before = names()
@@ -305,13 +294,8 @@ def test_no_server_chooses_where_files_are_written(form, run, tmp_path):
         sent = MlflowRun(run, uri, say=lines.append)
         sent.sync("FINISHED")
         (run / "events").mkdir()
-        record = {
-            "event": "tracked",
-            "time": 1.0,
-            "tracking_id": "x",
-            "name": "r",
-            "uri": uri,
-        }
+        record = {"event": "tracked", "time": 1, "tracking_id": "x", "name": "r"}
+        record["uri"] = uri
         (run / "events/n.jsonl").write_text(json.dumps(record) + "\n")
         upload(run, [results], say=lines.append)
 

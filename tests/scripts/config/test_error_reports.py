@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
-from tests.support.golden import Golden
 from tests.support.waiting import ROOT
 from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run
@@ -34,31 +34,33 @@ schedule:
 """
 FILES = {
     "a.yaml": VALID,
-    # Wrong values, a name with a typing error, an emptied base value: all in one report.
-    "many.yaml": "base: a.yaml\noptim:\n  lr: fast\nmodel:\n  num_classes: x\n"
-    "seeed: 1\ndata: {path: null}\nschedule: {final_lr: .inf}\n",
-    # Faults of the keys themselves: given twice, missing, with a dot, in conflict.
-    "twice.yaml": "base: a.yaml\noptim:\n  lr: fast\n  lr: 3\n",
-    "missing.yaml": "stage: pretrain\ndata:\n  global_batch: 64\nmodel: {preset: B/16}\n"
-    "optim: {lr: 1e-3}\nschedule: {epochs: 1}\n",
     "dotted.yaml": VALID + "checkpoint.keep: 1\n",
     "conflict.yaml": VALID + "  steps: 10\n",
     # The stage decides which keys there are; without it no other key can be judged.
     "stage.yaml": VALID.replace("pretrain", "pretraining"),
     "no_stage.yaml": VALID.replace("stage: pretrain\n", "") + "unknown: 1\n",
     "tune.yaml": VALID.replace("pretrain", "finetune"),
-    # What is no YAML, and bases that lead nowhere.
-    "broken.yaml": "stage: pretrain\ndata: {path: [1\nname: x\n",
-    "tab.yaml": "stage: pretrain\n\tname: x\n",
-    "lost.yaml": "base: nowhere.yaml\nname: x\n",
-    "circle.yaml": "base: circle.yaml\nname: x\n",
-    # A section whose `name` decides its keys, over one of another name; and other models, stages.
-    "choice/child.yaml": "base: parent.yaml\nobjective: {name: mae, label_smoothing: 0.2}\n",
     "choice/parent.yaml": VALID
     + "objective:\n  label_smoothing: 0.1\n  smoothing: 0.1\n",
     "timm.yaml": VALID.replace("{preset: B/16}", "{name: timm, model: test_vit}"),
-    "data.yaml": "stage: data_prep\noutput: out\nsource:\n  path: images\n",
 }
+FILES |= yaml.safe_load(r"""
+# Wrong values, a name with a typing error, an emptied base value: all in one report.
+many.yaml: "base: a.yaml\noptim:\n  lr: fast\nmodel:\n  num_classes: x\nseeed: 1\n\
+  data: {path: null}\nschedule: {final_lr: .inf}\n"
+# Faults of the keys themselves: given twice, missing.
+twice.yaml: "base: a.yaml\noptim:\n  lr: fast\n  lr: 3\n"
+missing.yaml: "stage: pretrain\ndata:\n  global_batch: 64\nmodel: {preset: B/16}\n\
+  optim: {lr: 1e-3}\nschedule: {epochs: 1}\n"
+# What is no YAML, and bases that lead nowhere.
+broken.yaml: "stage: pretrain\ndata: {path: [1\nname: x\n"
+tab.yaml: "stage: pretrain\n\tname: x\n"
+lost.yaml: "base: nowhere.yaml\nname: x\n"
+circle.yaml: "base: circle.yaml\nname: x\n"
+# A section whose `name` decides its keys, over one of another name; and another stage.
+choice/child.yaml: "base: parent.yaml\nobjective: {name: mae, label_smoothing: 0.2}\n"
+data.yaml: "stage: data_prep\noutput: out\nsource:\n  path: images\n"
+""")
 # A file, and the overrides of one command, as they are typed: first types and spelling of single
 # values, then the files above, then combinations by section (data, optim, schedule, model,
 # objective, launch), where each value alone is allowed.
@@ -221,7 +223,7 @@ def report(path: str, *overrides: str) -> str:
     return "\n".join(error.text() for error in caught.value.errors)
 
 
-def test_every_report_reads_as_it_did(here, golden: Golden):
+def test_every_report_reads_as_it_did(here, golden):
     blocks = []
     for command in words_of(COMMANDS):
         blocks.append(f"$ {' '.join(command)}\n{report(*command)}\n")

@@ -46,7 +46,7 @@ COPIES = {
 }
 
 
-def write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
 

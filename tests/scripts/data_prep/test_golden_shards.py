@@ -16,7 +16,7 @@ from blake3 import blake3
 from tests.support.corpora import image_corpus
 from tests.support.corpora.external_tars import tar_bytes, write_tars
 from tests.support.corpora.image_corpus import run_script
-from tests.support.golden import FOLDER, Golden
+from tests.support.golden import FOLDER
 from tests.support.tables import Values, every
 
 # Without splits of its own: the held-out part, and the places in two tars, come from the seed.
@@ -32,7 +32,7 @@ def images(split: str) -> list[Path]:
     return paths
 
 
-def image_folder(root: Path) -> None:
+def image_folder(root: Path):
     for split in ("train", "test"):
         for path in images(split):
             copy = root / split / path
@@ -40,7 +40,7 @@ def image_folder(root: Path) -> None:
             shutil.copy(IMAGES / path, copy)
 
 
-def class_tars(root: Path) -> None:
+def class_tars(root: Path):
     """A folder of tars for train, one tar of them for test."""
     for split in ("train", "test"):
         tars = {"cat.tar": {}, "dog.tar": {}}
@@ -55,7 +55,7 @@ def class_tars(root: Path) -> None:
             write_tars(root, {"test.tar": packed})
 
 
-def webdataset_tars(root: Path) -> None:
+def webdataset_tars(root: Path):
     # Two tars for train, so that a range of names has something to expand to.
     tars = {
         "train-0.tar": images("train")[::2],
@@ -70,7 +70,7 @@ def webdataset_tars(root: Path) -> None:
         write_tars(root, {name: members})
 
 
-def parquet(root: Path) -> None:
+def parquet(root: Path):
     root.mkdir()
     for split in ("train", "test"):
         rows = []
@@ -83,7 +83,7 @@ def parquet(root: Path) -> None:
         pq.write_table(table, root / f"{split}.parquet", row_group_size=3)
 
 
-def path_table(root: Path) -> None:
+def path_table(root: Path):
     """A file for each row: one that is in two splits is refused."""
     for split in ("train", "test"):
         shutil.copytree(IMAGES, root / split)
@@ -101,7 +101,7 @@ KINDS = {
 }
 
 
-def make_shards(source: Path, output: Path, *settings: str) -> None:
+def make_shards(source: Path, output: Path, *settings: str):
     image_corpus.make_shards(
         source,
         output,
@@ -146,7 +146,7 @@ def contents(folder: Path) -> Values:
 
 
 @every(kind=[*KINDS, "held out"])
-def test_shards_keep_their_bytes(kind, golden: Golden, tmp_path):
+def test_shards_keep_their_bytes(kind, golden, tmp_path):
     source = tmp_path / "in"
     shards = tmp_path / "out"
     if kind == "held out":
@@ -163,10 +163,10 @@ def test_shards_keep_their_bytes(kind, golden: Golden, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def shards(golden: Golden, tmp_path_factory) -> Path:
+def shards(golden, tmp_path_factory) -> Path:
     """A shard folder that was made when the golden files were last renewed."""
 
-    def make(folder: Path) -> None:
+    def make(folder):
         source = tmp_path_factory.mktemp("source") / "in"
         image_folder(source)
         make_shards(source, folder, "source.splits={train: train, test: test}")
@@ -179,5 +179,5 @@ def test_a_stored_folder_is_valid(shards):
     assert "valid" in run_script("verify_shards", shards)
 
 
-def test_a_stored_folder_has_the_contents_of_a_new_one(shards, golden: Golden):
+def test_a_stored_folder_has_the_contents_of_a_new_one(shards, golden):
     golden.json("shards/image_folder.json", contents(shards))

@@ -39,7 +39,7 @@ def started(
     return process
 
 
-def kill(process: subprocess.Popen[str], folder: Path) -> None:
+def kill(process: subprocess.Popen[str], folder: Path):
     """Kill a task, and let its heartbeats grow as old as they would in a minute."""
     # With its workers, which would otherwise finish what they have begun.
     os.killpg(process.pid, signal.SIGKILL)

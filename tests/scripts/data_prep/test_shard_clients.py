@@ -65,7 +65,7 @@ class Shards:
 
 
 @pytest.fixture(scope="module")
-def digits(digits_shards: Path) -> Shards:
+def digits(digits_shards) -> Shards:
     # Of one format, so that Hugging Face's reader, which needs a column for images, can read them.
     table = pq.read_table(digits_shards / "index.parquet")
     (suffix,) = {*table.column("format").to_pylist()}
@@ -85,7 +85,7 @@ def shards(request) -> Shards:
     return request.getfixturevalue(request.param)
 
 
-def test_webdataset_reads_the_indexed_samples(shards: Shards):
+def test_webdataset_reads_the_indexed_samples(shards):
     for split in shards.splits:
         entry = read_manifest(shards.folder).splits[split]
         last = len(entry.shards) - 1
@@ -101,9 +101,7 @@ def test_webdataset_reads_the_indexed_samples(shards: Shards):
 
 
 @every(streaming=by_level([False, True], fast=[True], slow=[False]))
-def test_hugging_face_datasets_reads_the_indexed_samples(
-    digits: Shards, streaming, tmp_path
-):
+def test_hugging_face_datasets_reads_the_indexed_samples(digits, streaming, tmp_path):
     # Without a network, and without the caches of the user.
     offline = {
         "HF_HUB_OFFLINE": "1",
@@ -138,7 +136,7 @@ def timm_pixels(folder: Path, split: str) -> list[tuple[int, bytes]]:
     return samples
 
 
-def test_timm_reads_the_indexed_samples(shards: Shards):
+def test_timm_reads_the_indexed_samples(shards):
     for split in shards.splits:
         assert timm_pixels(shards.folder, split) == shards.pixels(split)
 

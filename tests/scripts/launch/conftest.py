@@ -44,7 +44,7 @@ class FakeSlurm:
         path = f"{PROGRAMS}:{os.environ['PATH']}"
         return os.environ | {"PATH": path, "FAKE_SLURM": str(self.folder / "slurm")}
 
-    def write(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str):
         """An answer: queue, state or ranks."""
         (self.folder / "slurm" / name).write_text(text)
 
@@ -75,13 +75,9 @@ class FakeSlurm:
         (option,) = re.findall(r"#SBATCH --output=(.*)", script)
         (log,) = shlex.split(option.replace("%j", "12"))
         # What SLURM tells a batch script, and what the ranks' shell lines write to.
-        variables = {
-            "SLURM_JOB_ID": "12",
-            "SLURM_JOB_NODELIST": "n[1-2]",
-            "SLURM_JOB_NUM_NODES": "2",
-            "SLURMD_NODENAME": "n1",
-            "RUN": str(self.run_folder),
-        }
+        words = "SLURM_JOB_ID=12 SLURM_JOB_NODELIST=n[1-2] SLURM_JOB_NUM_NODES=2 SLURMD_NODENAME=n1"
+        variables = dict(word.split("=") for word in words.split())
+        variables["RUN"] = str(self.run_folder)
         # At the first start the variable is not set.
         if restart:
             variables["SLURM_RESTART_COUNT"] = str(restart)
@@ -122,7 +118,7 @@ def submitted(tmp_path_factory) -> FakeSlurm:
 
 
 @pytest.fixture
-def slurm(submitted: FakeSlurm, tmp_path) -> FakeSlurm:
+def slurm(submitted, tmp_path) -> FakeSlurm:
     folder = tmp_path / "job"
     shutil.copytree(submitted.folder, folder, symlinks=True)
     slurm = FakeSlurm(folder=folder)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.runs import TINY
@@ -15,11 +16,11 @@ from tests.support.waiting import PATIENCE_S, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
-RUN = TINY | {
-    "data": {"path": "shards", "global_batch": 2, "num_workers": 0},
-    "schedule": {"steps": 4},
-    "checkpoint": {"every_steps": 2},
-}
+RUN = TINY | yaml.safe_load("""
+data: {path: shards, global_batch: 2, num_workers: 0}
+schedule: {steps: 4}
+checkpoint: {every_steps: 2}
+""")
 # Signals and the exit codes of a chain that they stop.
 STOPS = {signal.SIGTERM: 75, signal.SIGINT: 130}
 CHAIN = """\
@@ -47,7 +48,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def wait_for_training(chain: subprocess.Popen[str], stage: int) -> None:
+def wait_for_training(chain: subprocess.Popen[str], stage: int):
     """Read what the chain prints until the processes of a stage, counted from 1, run."""
     num_started = 0
     for line in iter(chain.stdout.readline, ""):

@@ -32,7 +32,7 @@ def run_compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
         return run(ROOT / "launch/compare.py", *arguments)
 
 
-def make_run(root: Path, name: str, *, lr: float, gain: float) -> None:
+def make_run(root: Path, name: str, *, lr: float, gain: float):
     folder = root / "runs" / name
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"name: {name}\nseed: 7\noptim:\n  lr: {lr}\n")

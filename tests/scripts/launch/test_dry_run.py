@@ -5,7 +5,6 @@ import sys
 
 from launch.planning.dry_run import has_gpu, slurm_check
 from tests.scripts.launch.conftest import FakeSlurm
-from tests.support.golden import Golden
 from tests.support.tables import every
 from tests.support.waiting import ROOT
 
@@ -40,19 +39,20 @@ SITE = (
     "launch.srun_args=[--cpu-bind=none, --mpi=none]",
     "launch.python=apptainer exec --nv image.sif python",
 )
-LARGE = (
-    "launch.nodes=8 launch.tasks_per_node=4 launch.gpus_per_node=4 launch.gpu_request=gres "
-    "launch.gpu_type=h200 launch.mem_gb=512 launch.partition=long,short launch.account=vision "
-    "launch.signal_delay_s=300 data.global_batch=64"
-).split()
+LARGE = """
+    launch.nodes=8 launch.tasks_per_node=4 launch.gpus_per_node=4 launch.gpu_request=gres
+    launch.gpu_type=h200 launch.mem_gb=512 launch.partition=long,short launch.account=vision
+    launch.signal_delay_s=300 data.global_batch=64
+""".split()
+PLAN = ("launch/slurm.py", "--dry-run", "--config", "run.yaml")
 # Each has lines of its own in the batch script.
 DRY_RUNS = {
-    "one_node": ("run.yaml", "launch.nodes=1", "launch.cpus_per_task=4"),
-    "many_nodes": ("run.yaml", *LARGE),
-    "site": ("run.yaml", *SITE),
-    "free_nodes": ("run.yaml", *LARGE, "launch.nodes=2-8"),
-    "array": ("data.yaml",),
-    "h14": (str(ROOT / "configs/vit_h14.yaml"), "data.path=shards"),
+    "one_node": "run.yaml launch.nodes=1 launch.cpus_per_task=4".split(),
+    "many_nodes": ["run.yaml", *LARGE],
+    "site": ["run.yaml", *SITE],
+    "free_nodes": ["run.yaml", *LARGE, "launch.nodes=2-8"],
+    "array": ["data.yaml"],
+    "h14": [ROOT / "configs/vit_h14.yaml", "data.path=shards"],
 }
 
 
@@ -66,7 +66,7 @@ def normal(text: str, slurm: FakeSlurm) -> str:
 
 
 @every(name=DRY_RUNS)
-def test_a_dry_run_shows_the_batch_script(name, submitted: FakeSlurm, golden: Golden):
+def test_a_dry_run_shows_the_batch_script(name, submitted, golden):
     (submitted.folder / "data.yaml").write_text(DATA)
     before = sorted(submitted.folder.rglob("*"))
     output = submitted.call("launch/slurm.py", "--dry-run", "--config", *DRY_RUNS[name])
@@ -76,7 +76,7 @@ def test_a_dry_run_shows_the_batch_script(name, submitted: FakeSlurm, golden: Go
     golden.text(f"sbatch/{name}.sh", normal(script, submitted))
 
 
-def test_a_later_job_waits_for_the_earlier_one(slurm: FakeSlurm, golden: Golden):
+def test_a_later_job_waits_for_the_earlier_one(slurm, golden):
     # A row of squeue: the name of its script is what ties a job to a run.
     (link,) = (slurm.run_folder / "slurm").glob("*.sh")
     row = f"12|12|RUNNING|None|1764000000|n[1-2]|1763990000|/x/{link.name}\n"
@@ -95,7 +95,7 @@ def test_a_later_job_waits_for_the_earlier_one(slurm: FakeSlurm, golden: Golden)
     assert "submitted job 12" in slurm.call(*command)
 
 
-def test_a_job_of_a_chain_runs_only_after_a_success(slurm: FakeSlurm):
+def test_a_job_of_a_chain_runs_only_after_a_success(slurm):
     """After a failure of what it needs, SLURM cancels it (man sbatch, --kill-on-invalid-dep)."""
     stages = "{name: a, config: run.yaml}, {name: b, config: run.yaml, after: [a]}"
     chain = f"stage: chain\nname: two\nstages: [{stages}]\n"
@@ -107,13 +107,10 @@ def test_a_job_of_a_chain_runs_only_after_a_success(slurm: FakeSlurm):
     assert "--kill-on-invalid-dep=yes\n" in script
 
 
-def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm):
+def test_a_sweep_on_the_command_line_shows_its_runs(submitted):
     before = sorted(submitted.folder.rglob("*"))
     output = submitted.call(
-        "launch/slurm.py",
-        "--dry-run",
-        "--config",
-        "run.yaml",
+        *PLAN,
         "optim.lr=[1e-3, 2e-3]",
         "name=grid",
         "launch.gpus_per_node=1",
@@ -129,12 +126,9 @@ def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm):
     assert "--gpu" not in output
 
 
-def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm):
+def test_a_dry_run_shows_the_plan_without_slurm(submitted):
     output = submitted.call(
-        "launch/slurm.py",
-        "--dry-run",
-        "--config",
-        "run.yaml",
+        *PLAN,
         "optim.lr=0.002",
         slurm=False,
     )
@@ -153,16 +147,14 @@ def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm):
 
     # A range of nodes: with 4 tasks each, 64 images divide over 2, 4 and 8 of them.
     more = ("launch.nodes=2-8", "launch.tasks_per_node=4", "data.global_batch=64")
-    output = submitted.call(
-        "launch/slurm.py", "--dry-run", "--config", "run.yaml", *more
-    )
+    output = submitted.call(*PLAN, *more)
     used = "used: 8, 4, 2 (the global batch divides over these)"
     assert f"2 to 8, as many as are free at each start; {used}" in output
     assert "32 ranks x 2 images" in output
     assert "(on 2 nodes, ZeRO " in output
 
 
-def test_a_data_preparation_is_an_array(submitted: FakeSlurm):
+def test_a_data_preparation_is_an_array(submitted):
     (submitted.folder / "data.yaml").write_text(DATA)
     output = submitted.call("launch/slurm.py", "--dry-run", "--config", "data.yaml")
     assert "64 task(s) x 8 core(s) = 512 core(s), as a SLURM array" in output
@@ -174,7 +166,7 @@ def test_a_data_preparation_is_an_array(submitted: FakeSlurm):
     assert "are for one job" in submitted.call(*follow, code=2)
 
 
-def test_what_slurm_refuses_is_said_and_leaves_no_files(slurm: FakeSlurm):
+def test_what_slurm_refuses_is_said_and_leaves_no_files(slurm):
     command = ("launch/slurm.py", "--config", "run.yaml", "launch.snapshot=true")
     assert "SLURM          ok " in slurm.call(*command, "--dry-run")
     slurm.write("refusal", "sbatch: error: no such nodes")
@@ -189,7 +181,7 @@ def test_what_slurm_refuses_is_said_and_leaves_no_files(slurm: FakeSlurm):
     assert sorted(slurm.folder.rglob("*")) == before
 
 
-def test_more_time_than_a_partition_allows_is_said(submitted: FakeSlurm, monkeypatch):
+def test_more_time_than_a_partition_allows_is_said(submitted, monkeypatch):
     for name, value in submitted.environment.items():
         monkeypatch.setenv(name, value)
     submitted.write("partitions", PARTITIONS)
@@ -209,7 +201,7 @@ def test_more_time_than_a_partition_allows_is_said(submitted: FakeSlurm, monkeyp
     assert check.result == "ok"
 
 
-def test_refusals_are_short_and_complete(slurm: FakeSlurm):
+def test_refusals_are_short_and_complete(slurm):
     (slurm.folder / "sbatch").symlink_to("/bin/true")  # without srun
     command = ("launch/slurm.py", "--config", "run.yaml", "name=other")
     without = slurm.call(*command, slurm=False, code=2)
@@ -237,7 +229,7 @@ def test_refusals_are_short_and_complete(slurm: FakeSlurm):
     assert not (slurm.folder / "runs/other").exists()
 
 
-def test_a_plan_for_a_gpu_says_that_this_machine_has_none(slurm: FakeSlurm):
+def test_a_plan_for_a_gpu_says_that_this_machine_has_none(slurm):
     command = ("launch/local.py", "--dry-run", "--config", "run.yaml")
     assert "# Checks" in slurm.call(*command, "engine.device=cpu")
     if not has_gpu():

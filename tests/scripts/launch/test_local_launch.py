@@ -49,14 +49,14 @@ def start(folder: Path, stage: str, *, before: str = "") -> subprocess.Popen[str
 def pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
     """Process ids that the stages wrote, once both have."""
 
-    def tell() -> str:
+    def tell():
         process.kill()
         return "\n".join(process.communicate())
 
-    def numbers() -> list[int]:
+    def numbers():
         return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
 
-    def have_begun() -> bool:
+    def have_begun():
         # What it printed says why it has ended.
         assert process.poll() is None, tell()
         return len(numbers()) == 2
@@ -65,12 +65,11 @@ def pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
     return numbers()
 
 
-def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stdout is not None
+def wait_for_line(process: subprocess.Popen[str], text: str):
     assert any(text in line for line in iter(process.stdout.readline, ""))
 
 
-def await_end(pids: list[int]) -> None:
+def await_end(pids: list[int]):
     """Wait until all have ended; by themselves they would live longer than the test."""
     wait_until(lambda: not any(map(is_alive, pids)), else_say=lambda: f"{pids} live on")
 
@@ -218,7 +217,7 @@ def test_a_second_ctrl_c_kills_and_a_third_leaves_no_process(tmp_path):
     assert (attempt.ending, attempt.reason) == (Ending.STOPPED, "killed by Ctrl-C")
 
 
-def test_ctrl_c_ends_ranks_that_are_not_in_their_loop(tmp_path: Path) -> None:
+def test_ctrl_c_ends_ranks_that_are_not_in_their_loop(tmp_path):
     """Such as an evaluation: one line, by the launcher."""
     process = start(
         tmp_path,
@@ -237,10 +236,10 @@ def test_ctrl_c_ends_ranks_that_are_not_in_their_loop(tmp_path: Path) -> None:
     await_end(tasks)
 
 
-def test_a_second_start_is_refused_and_records_nothing(tmp_path: Path) -> None:
+def test_a_second_start_is_refused_and_records_nothing(tmp_path):
     """From the first moment on, and where ranks that no launcher has started hold the folder."""
 
-    def content() -> list[bytes]:
+    def content():
         """The events, of which there is one file; then the logs."""
         paths = [*(tmp_path / "events").iterdir(), *tmp_path.glob("*/rank_0_log.out")]
         return [path.read_bytes() for path in paths]

@@ -8,8 +8,6 @@ import time
 import pytest
 
 from launch.jobs.attempts import read_attempts
-from tests.scripts.launch.conftest import FakeSlurm
-from tests.support.golden import Golden
 from tests.support.tables import lines
 from tests.support.waiting import ROOT
 
@@ -60,18 +58,13 @@ def commands_of(actions: str) -> str:
 
 
 # The values of --json that other programs read, as paths.
-KEYS = (
-    "name",
-    "state",
-    "logged/step",
-    "logged/total_steps",
-    "logged/images_per_s",
-    "failure/what",
-)
+KEYS = """
+    name state logged/step logged/total_steps logged/images_per_s failure/what
+""".split()
 
 
 @lines(STATES)
-def test_status_shows(name, ranks, state, reason, slurm: FakeSlurm, golden: Golden):
+def test_status_shows(name, ranks, state, reason, slurm, golden):
     answers = state != ""
     if answers:
         (link,) = (slurm.run_folder / "slurm").glob("*.sh")
@@ -140,7 +133,7 @@ FAIL 76|76|no|the training diverged
 
 
 @lines(ENDINGS)
-def test_the_end_of_the_ranks_decides(ranks, code, requeued, text, slurm: FakeSlurm):
+def test_the_end_of_the_ranks_decides(ranks, code, requeued, text, slurm):
     ranks = re.sub(r"FAIL (\d+)", lambda match: FAILED.format(code=match[1]), ranks)
     ranks = ranks.replace("KILLED", KILLED)
     # A rank wrote why it ended; what srun says of all nodes knows nothing better.
@@ -156,7 +149,7 @@ def test_the_end_of_the_ranks_decides(ranks, code, requeued, text, slurm: FakeSl
     assert text in slurm.log
 
 
-def test_ranks_are_started_on_all_nodes(slurm: FakeSlurm):
+def test_ranks_are_started_on_all_nodes(slurm):
     slurm.run_job('echo "port $MASTER_PORT, attempt $VITSCALE_ATTEMPT"; exit 0')
     (srun,) = [line for line in slurm.calls if line.startswith("srun")]
     # Otherwise ranks whose peer is gone would hold their nodes.
@@ -167,7 +160,7 @@ def test_ranks_are_started_on_all_nodes(slurm: FakeSlurm):
     assert "port ," not in slurm.log
 
 
-def test_ranks_are_started_on_as_many_nodes_as_the_batch_divides_over(slurm: FakeSlurm):
+def test_ranks_are_started_on_as_many_nodes_as_the_batch_divides_over(slurm):
     # SLURM gives 2 of 1 to 3 nodes: over their 4 tasks 6 images do not divide.
     free = ("launch.nodes=1-3", "launch.tasks_per_node=2", "data.global_batch=6")
     slurm.call("launch/slurm.py", "--config", "run.yaml", *free)
@@ -176,13 +169,13 @@ def test_ranks_are_started_on_as_many_nodes_as_the_batch_divides_over(slurm: Fak
     assert "2 tasks on 1" in slurm.log
 
 
-def test_a_job_that_slurm_ends_is_left_alone(slurm: FakeSlurm):
+def test_a_job_that_slurm_ends_is_left_alone(slurm):
     # As after scancel: its owner does not want it to start again.
     assert slurm.run_job(FAILED.format(code=75), state="COMPLETING") == 75
     assert not slurm.is_requeued
 
 
-def test_a_job_is_requeued_where_python_does_not_start(slurm: FakeSlurm):
+def test_a_job_is_requeued_where_python_does_not_start(slurm):
     script = (slurm.folder / "slurm/script").read_text()
     broken = script.replace("# setup\n", "# setup\nexport PYTHONHOME=/nowhere\n")
     slurm.write("script", broken)

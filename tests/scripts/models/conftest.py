@@ -74,7 +74,7 @@ class Scripts:
 
 
 @pytest.fixture(scope="session")
-def scripts(warm_starter: WarmStarter, tmp_path_factory) -> Scripts:
+def scripts(warm_starter, tmp_path_factory) -> Scripts:
     folder = tmp_path_factory.mktemp("scripts")
     shards = folder / "shards"
     # 12 test images: no multiple of 8, so the last batch is padded.
@@ -88,6 +88,6 @@ def scripts(warm_starter: WarmStarter, tmp_path_factory) -> Scripts:
 
 
 @pytest.fixture(scope="session")
-def from_npz(scripts: Scripts) -> tuple[Path, dict[str, list[float]]]:
+def from_npz(scripts) -> tuple[Path, dict[str, list[float]]]:
     """A run that starts from Google's weights with their head, its grid 3 x 3 instead of 2 x 2."""
     return scripts.finetune("from-npz", f"init={NPZ}", "keep_head=true")

@@ -15,10 +15,9 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from finetune.settings import PICTURES
-from tests.scripts.models.conftest import NPZ, NUM_HEADS, SAFETENSORS, Scripts
+from tests.scripts.models.conftest import NPZ, NUM_HEADS, SAFETENSORS
 from tests.support.corpora.image_samples import rotated
 from tests.support.corpora.shard_folders import image_bytes
-from tests.support.golden import Golden
 from tests.support.tables import Values
 from vitscale import ShardDataset, load_model
 from vitscale.data.index import read_manifest
@@ -88,9 +87,7 @@ def results(folder: Path) -> dict[str, float]:
     return {row["metric"]: row["value"] for row in stored}
 
 
-def test_finetuning_starts_from_weight_files(
-    golden: Golden, scripts: Scripts, from_npz: Run
-):
+def test_finetuning_starts_from_weight_files(golden, scripts, from_npz):
     """Positions are resampled; the first keeps its head, the second gets a head of zeros."""
     _, headless = scripts.finetune(
         "from-safetensors",
@@ -108,9 +105,7 @@ def test_finetuning_starts_from_weight_files(
     golden.json("scripts/finetune.json", metrics, rel=REL)
 
 
-def test_evaluations_of_files_and_of_a_run(
-    golden: Golden, scripts: Scripts, from_npz: Run
-):
+def test_evaluations_of_files_and_of_a_run(golden, scripts, from_npz):
     data = (f"data.path={scripts.shards}", "data.num_workers=0", "tracking.uri=null")
     printed = scripts.run("evaluate_model", f"init={NPZ}", *data, code=2)
     assert "the classes of the model's 3 outputs are unknown" in printed
@@ -148,7 +143,7 @@ def test_evaluations_of_files_and_of_a_run(
     assert "Traceback" not in printed
 
 
-def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts):
+def test_predictions_as_csv_and_parquet(golden, scripts):
     # Both formats of weights, both kinds of input, both kinds of table.
     npz = (f"init={NPZ}", SMOOTHED)
     safetensors = (f"init={SAFETENSORS}", NUM_HEADS, *RESAMPLED)
@@ -167,21 +162,19 @@ def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts):
 
 # Each image below in/, in the order of the table, and what is wrong with it (the reason of a
 # decoder is its own; None: nothing). A pipe would be read for ever.
-IMAGES_AND_REASONS = {
-    "a.jpg": None,
-    "below/b.JPG": None,
-    "below/c.jpg": "",
-    "below/d.jpg": None,
-    "below/e.jpg": "",
-    "below/f.jpg": "is not a file",
-    "below/g.jpg": "No such file",
-    "below/h.GIF": "cannot identify image",
-}
+IMAGES_AND_REASONS = yaml.safe_load("""
+a.jpg: null
+below/b.JPG: null
+below/c.jpg: ""
+below/d.jpg: null
+below/e.jpg: ""
+below/f.jpg: is not a file
+below/g.jpg: No such file
+below/h.GIF: cannot identify image
+""")
 
 
-def test_unreadable_images_do_not_end_the_command(
-    scripts: Scripts, from_npz: Run, tmp_path
-):
+def test_unreadable_images_do_not_end_the_command(scripts, from_npz, tmp_path):
     """Images of folders are read in order; hidden and other files are left out."""
     folder = tmp_path / "in"
     below = folder / "below"
@@ -225,7 +218,7 @@ def test_unreadable_images_do_not_end_the_command(
 
 
 @pytest.mark.slow
-def test_every_format_is_exported_with_a_card(scripts: Scripts, from_npz: Run):
+def test_every_format_is_exported_with_a_card(scripts, from_npz):
     for to, files in FORMATS.items():
         folder = scripts.folder / f"exported-{to}"
         printed = scripts.run("export", f"init={from_npz[0]}", "--to", to, folder)
@@ -251,7 +244,7 @@ def test_every_format_is_exported_with_a_card(scripts: Scripts, from_npz: Run):
     assert not new.exists()
 
 
-def test_own_code_predicts_as_the_command(scripts: Scripts, from_npz: Run, tmp_path):
+def test_own_code_predicts_as_the_command(scripts, from_npz, tmp_path):
     """Of a run and its export: files, one turned by its EXIF, and shards by a worker of torch."""
     # Wide, and shown upright: who ignores the EXIF sees another crop.
     turned = tmp_path / "turned.jpg"
@@ -311,7 +304,7 @@ def test_own_code_predicts_as_the_command(scripts: Scripts, from_npz: Run, tmp_p
         ShardDataset(damaged, split="test")[1]
 
 
-def test_pictures_are_drawn(scripts: Scripts, from_npz: Run):
+def test_pictures_are_drawn(scripts, from_npz):
     run, _ = from_npz
     more = ("num_images=4", "compute.device=cpu", "mlflow=false")
     # All pictures of a run, into its folder and from its data.
@@ -325,32 +318,41 @@ def test_pictures_are_drawn(scripts: Scripts, from_npz: Run):
     assert [path.name for path in output.iterdir()] == ["attention_rollout.png"]
 
 
+# Each command with its words and exit code, and what it would do, or what it cannot.
+DRY_RUNS = yaml.safe_load("""
+- [predict, "{images} output={tmp}/table.csv", 0, [3 images, 0.png]]
+- [predict, "{shards}", 0, [12 images, on the screen]]
+- [predict, "{tmp}", 2, [no images in]]
+- [predict, "{images} output={run}/config.yaml/a.csv", 2, []]
+- [export, "--to timm {tmp}/exported", 0, ["to {tmp}/exported for timm"]]
+- [export, "--to npz image_size=12 {run}", 2, [is not empty]]
+- [visualize, "output={tmp}/exported", 0, ["{tmp}/exported/patch_filters.png"]]
+- [visualize, "output={run}/config.yaml/a", 2, [no writable folder]]
+""")
+
+
 def test_a_dry_run_writes_nothing_and_refuses_what_the_command_would(
-    scripts: Scripts, from_npz: Run, tmp_path
+    scripts, from_npz, tmp_path
 ):
     """Also what only the opened model shows, such as a format that cannot express it."""
     run, _ = from_npz
-    table = tmp_path / "table.csv"
-    folder = tmp_path / "exported"
     before = sorted(run.rglob("*"))
-    # Each command with what it would do, and with what it cannot.
-    for script, words, code, expected in (
-        ("predict", (scripts.images, f"output={table}"), 0, ("3 images", "0.png")),
-        ("predict", (scripts.shards,), 0, ("12 images", "on the screen")),
-        ("predict", (tmp_path,), 2, ("no images in",)),
-        ("predict", (scripts.images, f"output={run}/config.yaml/a.csv"), 2, ()),
-        ("export", ("--to", "timm", folder), 0, (f"to {folder} for timm",)),
-        ("export", ("--to", "npz", "image_size=12", run), 2, ("is not empty",)),
-        ("visualize", (f"output={folder}",), 0, (f"{folder}/patch_filters.png",)),
-        ("visualize", (f"output={run}/config.yaml/a",), 2, ("no writable folder",)),
-    ):
+    paths = {
+        "images": scripts.images,
+        "shards": scripts.shards,
+        "run": run,
+        "tmp": tmp_path,
+    }
+    for script, text, code, expected in DRY_RUNS:
+        words = text.format(**paths).split()
         printed = scripts.run(script, f"init={run}", *words, "--dry-run", code=code)
         assert ("dry run: " in printed) == (code == 0)
         assert "Traceback" not in printed
         for part in expected:
-            assert part in printed
+            assert part.format(**paths) in printed
     assert sorted(run.rglob("*")) == before
     assert not any(tmp_path.iterdir())
+    folder = tmp_path / "exported"
     words = ("--to", "huggingface", folder, "model.num_heads=2", "--dry-run")
     printed = scripts.run("export", f"init={SAFETENSORS}", *words, code=2)
     assert "huggingface cannot express this model" in printed

@@ -63,7 +63,7 @@ def evaluate_run(
 
 
 @pytest.fixture(scope="module")
-def supervised(fault_runs: FaultRuns, tmp_path_factory) -> Path:
+def supervised(fault_runs, tmp_path_factory) -> Path:
     """With an average of the weights."""
     words = ("engine.zero_stage=3", "model.representation_layer=true")
     folder = tmp_path_factory.mktemp("supervised")
@@ -95,7 +95,7 @@ def check_outside(run: Path, folder: Path, *, prefix: str) -> dict[str, float]:
 # Each objective has modules of its own that an evaluation leaves out; ZeRO 3 gathers the weights.
 @rows("[[name, stage], [mae, 0], [mae, 3], [masked, 3], [distillation, 3]]")
 def test_features_in_training_equal_those_outside(
-    fault_runs: FaultRuns, supervised, tmp_path, name, stage
+    fault_runs, supervised, tmp_path, name, stage
 ):
     evaluate = FEATURES
     words = (*OBJECTIVES[name], "optim.ema=null", f"engine.zero_stage={stage}")
@@ -112,9 +112,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_the_average_is_the_same_on_one_rank_and_two(
-    fault_runs: FaultRuns, supervised, tmp_path
-):
+def test_the_average_is_the_same_on_one_rank_and_two(fault_runs, supervised, tmp_path):
     """Files agree with the table, and count every image once; the training writes the same."""
     tables = []
     for num_ranks in (1, 2):

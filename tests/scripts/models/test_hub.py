@@ -18,7 +18,7 @@ import torch
 import yaml
 from huggingface_hub import constants
 
-from tests.scripts.models.conftest import NPZ, Scripts
+from tests.scripts.models.conftest import NPZ
 from tests.support.engine.small_models import export, small_model
 from tests.support.range_server import Answering, listening
 from tests.support.tables import refused
@@ -67,7 +67,7 @@ class Api(Answering):
 
     hub: Hub
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         """The id and the files of a commit, or one file."""
         path, _ = self.received()
         # api/models/OWNER/NAME/KIND/REVISION, and OWNER/NAME/resolve/REVISION/FILE.
@@ -97,12 +97,12 @@ class Api(Answering):
         tag = hashlib.sha1(data).hexdigest()
         self.answer(200, data, {"ETag": f'"{tag}"', "X-Repo-Commit": revision})
 
-    def do_PUT(self) -> None:
+    def do_PUT(self):
         _, data = self.received()
         self.hub.large[hashlib.sha256(data).hexdigest()] = data
         self.say({})
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         """Create a repository, say how files are sent, or commit them."""
         path, body = self.received()
         url = self.hub.environment["HF_ENDPOINT"]
@@ -151,12 +151,12 @@ class Api(Answering):
         length = int(self.headers["Content-Length"] or 0)
         return path.strip("/").split("/"), self.rfile.read(length)
 
-    def say(self, content, status: int = 200, **headers: str) -> None:
+    def say(self, content, status: int = 200, **headers: str):
         self.answer(status, json.dumps(content).encode(), headers)
 
 
 @pytest.fixture
-def hub(scripts: Scripts, tmp_path) -> Iterator[Hub]:
+def hub(scripts, tmp_path) -> Iterator[Hub]:
     """An empty one, which this process and the scripts use, with a token."""
     environment = {
         "HF_HOME": str(tmp_path / "home"),
@@ -176,9 +176,7 @@ def hub(scripts: Scripts, tmp_path) -> Iterator[Hub]:
     importlib.reload(constants)
 
 
-def test_what_is_pushed_comes_back_in_equal_bits(
-    scripts: Scripts, from_npz: Run, hub: Hub, tmp_path
-):
+def test_what_is_pushed_comes_back_in_equal_bits(scripts, from_npz, hub, tmp_path):
     """A training fetches it once for two ranks, and when it resumes keeps what it started from."""
     # Of an earlier push in another format, and a file of the owner's.
     before = {"preprocessor_config.json": b"of an earlier push", "mine.txt": b""}
@@ -219,7 +217,6 @@ def test_what_is_pushed_comes_back_in_equal_bits(
         run, _ = scripts.finetune(*from_hub, "schedule.steps=3")
     record = read_record(run)
     assert not hub.requests
-    assert record is not None
     assert record.tags["vitscale.init"] == f"{HF}@{commit}"
 
 
@@ -229,9 +226,7 @@ OWN = """
 """.split()
 
 
-def test_published_weights_are_fine_tuned_by_their_name_alone(
-    scripts: Scripts, hub: Hub, tmp_path: Path
-) -> None:
+def test_published_weights_are_fine_tuned_by_their_name_alone(scripts, hub, tmp_path):
     """Model, image size and pixels are those that the repository states."""
     # No value is a default, which would be right by chance.
     pixels = {"mean": (0.1, 0.2, 0.3), "eval_interpolation": "bicubic"}
@@ -252,7 +247,6 @@ def test_published_weights_are_fine_tuned_by_their_name_alone(
     assert config["model"]["width"] == 24
     assert config["model"]["image_size"] == 16
     record = read_record(run)
-    assert record is not None
     assert record.tags["vitscale.init"] == f"hf://timm/tiny.in9@{commit}"
     # What the run is told to be is what it is.
     note = record.note
@@ -266,9 +260,7 @@ def files_of(folder: Path) -> Files:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_ranks_fetch_once_and_nothing_that_runs(
-    scripts: Scripts, hub: Hub, tmp_path, monkeypatch
-):
+def test_ranks_fetch_once_and_nothing_that_runs(scripts, hub, tmp_path, monkeypatch):
     """Later, without a hub, what was fetched is used."""
     exported = tmp_path / "out"
     scripts.run("export", f"init={NPZ}", "--to", "safetensors", exported)
@@ -287,7 +279,7 @@ def test_ranks_fetch_once_and_nothing_that_runs(
     assert open_model(HF).source.startswith(f"{HF}@{commit}, ")
 
 
-def test_bad_input_is_one_error(hub: Hub, scripts: Scripts, tmp_path, monkeypatch):
+def test_bad_input_is_one_error(hub, scripts, tmp_path, monkeypatch):
     hub.commit("own/Tiny", {"pytorch_model.bin": b"pickle", "config.json": b"{}"})
     # What is fetched: the name, the repository, its commit, its content.
     messages = {

@@ -110,7 +110,7 @@ class SlurmCluster:
         )
         return self.job(job_id)
 
-    def kill_node(self, name: str) -> None:
+    def kill_node(self, name: str):
         """End everything of a node at once, as a loss of power does."""
         # The daemon first: it would tell the controller how its tasks ended.
         self.kill(name)
@@ -135,11 +135,11 @@ class SlurmCluster:
                 if is_ours and process.status() != "zombie":
                     yield process, environment
 
-    def kill(self, daemon: str) -> None:
+    def kill(self, daemon: str):
         self.daemons[daemon].kill()
         self.daemons[daemon].wait()
 
-    def start(self, daemon: str, *, without: Path | None = None) -> None:
+    def start(self, daemon: str, *, without: Path | None = None):
         """Start munged, slurmctld or the slurmd of a node, again if it was killed.
 
         It is in the foreground, as a child process that is easy to end. without: a folder that is
@@ -182,8 +182,8 @@ class SlurmCluster:
         # A node is listed once for each partition.
         return sum(line.endswith(" idle") for line in set(answer.stdout.splitlines()))
 
-    def await_idle(self) -> None:
-        def are_idle() -> bool:
+    def await_idle(self):
+        def are_idle():
             return self.num_idle() == len(NODES)
 
         wait_until(are_idle, else_say=self.logs, every_s=0.2)
@@ -317,7 +317,7 @@ def slurm() -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def submit(
-    slurm: SlurmCluster,
+    slurm,
     tmp_path,
     monkeypatch,
     request,
@@ -332,7 +332,7 @@ def submit(
     folder = tmp_path / "slurm"
     folder.mkdir()
 
-    def submit_script(text: str, **changes) -> Submission:
+    def submit_script(text, **changes):
         script = folder / "main.py"
         config = folder / "config.yaml"
         script.write_text(textwrap.dedent(text))
@@ -345,7 +345,7 @@ def submit(
     return submit_script
 
 
-def wait_for_files(folder: Path, *names: str) -> None:
+def wait_for_files(folder: Path, *names: str):
     wait_until(
         lambda: all((folder / name).exists() for name in names),
         else_say=lambda: f"no {names} in {sorted(folder.iterdir())}",

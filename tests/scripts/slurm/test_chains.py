@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.corpora.image_corpus import corpus
 from tests.support.runs import TINY
@@ -21,11 +22,11 @@ source: {path: images, holdout_fraction: 0.5}
 shards: {min_shards: 2}
 launch: {timeout_min: 10, num_tasks: 2}
 """
-RUN = TINY | {
-    "data": {"path": "none", "global_batch": 2, "num_workers": 0},
-    "schedule": {"epochs": 1},
-    "launch": {"timeout_min": 10},
-}
+RUN = TINY | yaml.safe_load("""
+data: {path: none, global_batch: 2, num_workers: 0}
+schedule: {epochs: 1}
+launch: {timeout_min: 10}
+""")
 EVALUATE = """\
 stage: evaluate
 name: tiny
@@ -60,7 +61,7 @@ shards pretrain finetune/lr-0.01 finetune/lr-0.001 evaluate/lr-0.01 evaluate/lr-
 """.split()
 
 
-def write_inputs(folder: Path) -> None:
+def write_inputs(folder: Path):
     corpus(folder / "images", num=4, side=8)
     files = {
         "data": DATA,

@@ -22,7 +22,7 @@ SETTINGS = (
 )
 
 
-def write_corpus(folder: Path) -> None:
+def write_corpus(folder: Path):
     """Noise in three classes, seconds of work to decode, some files cut short."""
     import numpy as np
     from PIL import Image

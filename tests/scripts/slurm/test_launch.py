@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import yaml
 
 from launch.jobs.attempts import read_attempts
 from tests.support.ranks.run_states import journal_rows
@@ -39,14 +40,10 @@ def test_tasks_on_two_nodes_form_a_process_group(slurm, submit, tmp_path):
         seen.append(json.loads(path.read_text()))
 
     # n1 is not a host name: the address comes from SLURM.
-    equal = {
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": seen[0]["MASTER_PORT"],
-        "total": 3.0,
-    }
+    equal = yaml.safe_load("""
+    {WORLD_SIZE: "2", LOCAL_RANK: "0", LOCAL_WORLD_SIZE: "1", MASTER_ADDR: 127.0.0.1, total: 3.0}
+    """)
+    equal["MASTER_PORT"] = seen[0]["MASTER_PORT"]
     for rank, task in enumerate(seen):
         assert task.pop("RANK") == str(rank)
     nodes = {task.pop("SLURMD_NODENAME") for task in seen}
@@ -110,6 +107,14 @@ def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards, tmp_path):
         rows = journal_rows(tmp_path / "runs" / name)
         return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
+    # A rate that does not depend on the number of steps, which only the end decides; and no
+    # drop path, which is drawn for each rank, so that another number of ranks draws the same.
+    settings = """
+        data.val_split=null evaluate=[] tracking.uri=null tracking.log_every_steps=1
+        schedule.epochs=null schedule.decay=constant schedule.final_lr=0 schedule.warmup_steps=2
+        model.drop_path=0
+    """
+
     def start(script, name, *more):
         return slurm.script(
             script,
@@ -117,17 +122,7 @@ def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards, tmp_path):
             ROOT / "configs/digits/pretrain.yaml",
             f"name={name}",
             f"data.path={digits_shards}",
-            "data.val_split=null",
-            "evaluate=[]",
-            "tracking.uri=null",
-            "tracking.log_every_steps=1",
-            # A rate that does not depend on the number of steps, which only the end decides.
-            "schedule.epochs=null",
-            "schedule.decay=constant",
-            "schedule.final_lr=0",
-            "schedule.warmup_steps=2",
-            # Drawn for each rank, so another number of ranks draws something else.
-            "model.drop_path=0",
+            *settings.split(),
             *more,
             cwd=tmp_path,
         )

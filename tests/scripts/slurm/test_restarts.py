@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from launch.jobs.attempts import Ending, read_attempts
 from tests.scripts.slurm.conftest import (
@@ -95,7 +96,7 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path):
     assert len(re.findall(begin, decided)) == 3
 
 
-def check_ended(job: dict[str, str], state: str, *, restarts: int, log: str) -> None:
+def check_ended(job: dict[str, str], state: str, *, restarts: int, log: str):
     """The log says why, if the controller has it otherwise."""
     assert job["JobState"] == state, log
     assert job["Restarts"] == str(restarts), log
@@ -275,26 +276,21 @@ torch.cuda.is_available = lambda: warnings.warn("the NVIDIA driver is too old")
 """
 # The shell lines of a node that lacks something, the reason, and in how many attempts: a node is
 # left at once where its rank knows that the others have what it lacks.
-BROKEN_NODES = {
-    "GPU": ("export CUDA_VISIBLE_DEVICES=0", "torch finds none", 1),
-    "driver": ("{driver}", "driver is too old", 1),
-    "TMPDIR": ("export TMPDIR={folder}", "is not a folder that only you can use", 1),
-    "data": ("{data}", "manifest.json cannot be read", 1),
-    "init": ("{weights}", "start.pth", 1),
-    # Nothing of ours is in shared memory.
-    "shared memory": ("{shared_memory}", "", 0),
-    "package": ("{package}", "ImportError: half of it", 2),
-    "memory": ("ulimit -v 1500000", "", 2),
-}
+BROKEN_NODES = yaml.safe_load("""
+GPU: [export CUDA_VISIBLE_DEVICES=0, torch finds none, 1]
+driver: ["{driver}", driver is too old, 1]
+TMPDIR: ["export TMPDIR={folder}", is not a folder that only you can use, 1]
+data: ["{data}", manifest.json cannot be read, 1]
+init: ["{weights}", start.pth, 1]
+# Nothing of ours is in shared memory.
+shared memory: ["{shared_memory}", "", 0]
+package: ["{package}", "ImportError: half of it", 2]
+memory: [ulimit -v 1500000, "", 2]
+""")
 # The model of configs/digits/finetune.yaml.
-DIGITS = {
-    "image_size": 24,
-    "patch_size": 6,
-    "width": 192,
-    "depth": 4,
-    "num_heads": 3,
-    "mlp_width": 384,
-}
+DIGITS = yaml.safe_load(
+    "{image_size: 24, patch_size: 6, width: 192, depth: 4, num_heads: 3, mlp_width: 384}"
+)
 SETTINGS = """
 schedule.epochs=null schedule.steps=2 schedule.warmup_steps=1 data.val_split=null evaluate=[]
 tracking.uri=null launch.nodes=1-2 launch.timeout_min=10 output={folder} data.path={shards}

@@ -97,7 +97,7 @@ def following(
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
-    def await_text(text: str) -> None:
+    def await_text(text):
         wait_until(lambda: text in log.read_text(), else_say=log.read_text)
 
     try:

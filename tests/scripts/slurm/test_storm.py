@@ -7,8 +7,6 @@ There is one interruption for four of --storm-kills. Prints a table: for each fa
 often a person had to act, and the seconds until the first new step (median and largest).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -268,7 +266,7 @@ class Storm:
     by_hand: Counter[str] = field(default_factory=Counter)
     """By fault: how often a person did what `vitscale status` says."""
 
-    def command(self, text: str) -> None:
+    def command(self, text: str):
         words = {
             "job": self.job_id,
             "run": self.run_folder,
@@ -278,7 +276,7 @@ class Storm:
         }
         self.cluster.run(["bash", "-c", (SHELL + text).format_map(words)])
 
-    def between_attempts(self, text: str) -> None:
+    def between_attempts(self, text: str):
         self.command("kill -KILL {rank}")
         self.wait(lambda: not self.is_running(), "end")
         # The next attempt must not begin while the files are damaged.
@@ -287,7 +285,7 @@ class Storm:
         # A job that was cancelled meanwhile cannot be released.
         self.command("scontrol release {job} || true")
 
-    def away(self, daemon: str, moment: str) -> None:
+    def away(self, daemon: str, moment: str):
         """A daemon is away for a while at a moment of an attempt."""
         # Each node has its own slurmd, which the cluster names after it.
         if daemon == "slurmd":
@@ -303,7 +301,7 @@ class Storm:
         time.sleep(OUTAGE_S)
         self.cluster.start(daemon)
 
-    def node_broken(self, lines: str) -> None:
+    def node_broken(self, lines: str):
         with self.broken(lines):
             self.command("kill -KILL {rank}")
             self.wait_restart()
@@ -311,18 +309,18 @@ class Storm:
             before = self.start()
             self.wait(lambda: self.start() != before, "end of the broken attempt")
 
-    def package_broken(self) -> None:
+    def package_broken(self):
         text = "raise ImportError('half a package')"
         self.node_broken(with_module(self.folder, "deepspeed", text))
 
-    def clock_shifted(self) -> None:
+    def clock_shifted(self):
         text = SHIFTED_CLOCK.format(seconds=self.rng.choice((-300, 300, 3600)))
         with self.broken(with_module(self.folder, "sitecustomize", text)):
             self.command("kill -KILL {rank}")
             self.wait_restart()
             self.wait_step()
 
-    def node_dead_and_back(self) -> None:
+    def node_dead_and_back(self):
         node = self.rng.choice(NODES)
         self.cluster.kill_node(node)
         # What SLURM does itself after SlurmdTimeout.
@@ -330,7 +328,7 @@ class Storm:
         self.command(f"{down}; sleep 10")
         self.cluster.start(node)
 
-    def storage_hung(self, command: str) -> None:
+    def storage_hung(self, command: str):
         """All writes to the run folder wait."""
         disk = str(self.chain.parent)
         subprocess.run(["fsfreeze", "--freeze", disk], check=True)
@@ -340,7 +338,7 @@ class Storm:
         finally:
             subprocess.run(["fsfreeze", "--unfreeze", disk], check=True)
 
-    def ports_taken(self) -> None:
+    def ports_taken(self):
         # Ten thousand of the ports that a rendezvous may draw.
         with ExitStack() as listeners:
             for port in self.rng.sample(range(20000, 32000), 10000):
@@ -354,7 +352,7 @@ class Storm:
 
     # ---- what they need --------------------------------------------------------------------------
 
-    def end(self, steps: int) -> None:
+    def end(self, steps: int):
         """Wait for the chain; its last end, too, is one that SLURM hears of late."""
         self.fault = "the end"
         almost = (len(STAGES) - 1, steps - 3)
@@ -380,13 +378,13 @@ class Storm:
     def run_folder(self) -> Path:
         return self.chain / STAGES[self.stage]
 
-    def submit(self) -> None:
+    def submit(self):
         words = [sys.executable, "-c", SUBMIT, ROOT / "launch/slurm.py"]
         output = self.cluster.run([*words, "--config", "chain.yaml"], cwd=self.folder)
         # Again by hand: only the stages that are not done have new jobs.
         self.jobs |= dict(re.findall(r"submitted (\S+): job (\d+)", output))
 
-    def suffer(self, fault: str, *, after_steps: int) -> None:
+    def suffer(self, fault: str, *, after_steps: int):
         """Let the fault happen after some more steps, and wait until the chain is further."""
         self.fault = fault
         stage, step = self.position()
@@ -399,7 +397,7 @@ class Storm:
         began = time.time()
         FAULTS[fault](self)
 
-        def starts_again() -> bool:
+        def starts_again():
             # A stage that ends at this moment is not started again.
             return self.start() != before or self.stage > stage
 
@@ -410,7 +408,7 @@ class Storm:
         self.seconds[fault].append(seconds)
         print(f"{fault} at {further}: {seconds:.0f} s", flush=True)
 
-    def wait_step(self) -> None:
+    def wait_step(self):
         """Wait for a step beyond the last one, by an attempt that runs."""
         before = self.position()
         self.wait(self.is_running, "start")
@@ -426,7 +424,7 @@ class Storm:
 
         self.wait(is_further, "new step")
 
-    def wait_restart(self) -> None:
+    def wait_restart(self):
         before = self.start()
         self.wait(lambda: self.start() != before and self.is_running(), "next start")
 
@@ -461,8 +459,8 @@ class Storm:
     def is_running(self) -> bool:
         return self.cluster.job(self.job_id)["JobState"] == "RUNNING"
 
-    def wait(self, condition: Callable[[], object], event: str) -> None:
-        def happens() -> object:
+    def wait(self, condition: Callable[[], object], event: str):
+        def happens():
             self.position()  # the next stage may have begun
             job = self.cluster.job(self.job_id)
             has_ended = job["JobState"] in ("FAILED", "CANCELLED", "NODE_FAIL")
@@ -472,13 +470,13 @@ class Storm:
                 self.act_as_status_says()
             return condition()
 
-        def say() -> str:
+        def say():
             running = stacks(self.ranks())
             return f"no {event} ({self.fault})\n{self.cluster.logs()}\n{running}"
 
         wait_until(happens, else_say=say, every_s=0.2)
 
-    def act_as_status_says(self) -> None:
+    def act_as_status_says(self):
         # Its own words decide, so a wrong advice ends the test.
         text = self.cluster.script("launch/status.py", self.run_folder, cwd=self.folder)
         print(f"by hand after {self.fault}: {text.strip()}", flush=True)
@@ -563,13 +561,11 @@ def disk_that_can_hang(folder: Path) -> Iterator[Path]:
 @pytest.mark.slurm
 @pytest.mark.exhaustive
 @pytest.mark.timeout(0)
-def test_interruptions_change_no_bit(
-    digits_shards: Path, tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
+def test_interruptions_change_no_bit(digits_shards, tmp_path, pytestconfig):
     number = max(1, pytestconfig.getoption("--storm-kills") // 4)
     rng = random.Random(pytestconfig.getoption("--storm-seed"))
     # Each fault once before any comes a second time.
-    faults: list[str] = []
+    faults = []
     while len(faults) < number:
         faults += rng.sample([*FAULTS], k=len(FAULTS))
     # For the ports that are taken.

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.scripts.slurm.conftest import SlurmCluster
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.runs import TINY
 from tests.support.waiting import PATIENCE_S, ROOT
@@ -18,13 +18,13 @@ from vitscale.config.packaged import CODE_FOLDERS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-RUN = TINY | {
-    "stage": "pretrain",
-    "data": {"path": "shards", "global_batch": 2, "num_workers": 0},
-    "schedule": {"steps": 2},
-    "tracking": {"uri": "sqlite:///runs/mlflow.db"},
-    "launch": {"timeout_min": 10},
-}
+RUN = TINY | yaml.safe_load("""
+stage: pretrain
+data: {path: shards, global_batch: 2, num_workers: 0}
+schedule: {steps: 2}
+tracking: {uri: "sqlite:///runs/mlflow.db"}
+launch: {timeout_min: 10}
+""")
 ENDED = ("COMPLETED", "FAILED")
 
 
@@ -47,7 +47,7 @@ def checkout(tmp_path) -> Path:
     return folder
 
 
-def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout):
+def test_a_job_runs_the_code_as_it_was_submitted(slurm, checkout):
     jobs = checkout / "runs/tiny/slurm"
 
     def submit(*arguments):

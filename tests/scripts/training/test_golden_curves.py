@@ -7,7 +7,7 @@ import pytest
 from tests.support.engine.engine_checks import CHECKS
 from tests.support.golden import Golden
 from tests.support.ranks.fault_runs import wait_all
-from tests.support.ranks.warm_ranks import ROOT, WarmStarter
+from tests.support.ranks.warm_ranks import ROOT
 from tests.support.runs import CURVES, MIXED, REL, journal, run
 from tests.support.tables import every
 
@@ -25,34 +25,32 @@ OBJECTIVES = {
 }
 
 
-def check_curves(golden: Golden, name: str, folder: Path) -> None:
+def check_curves(golden: Golden, name: str, folder: Path):
     """Of every step: a change of the last digits shows in the first, a drift in the last ones."""
     golden.json(f"training/curves/{name}.json", journal(folder, *CURVES), rel=REL)
 
 
 @pytest.fixture(scope="module")
-def supervised(warm_starter: WarmStarter, tmp_path_factory) -> Path:
+def supervised(warm_starter, tmp_path_factory) -> Path:
     """A finished run, two ranks at ZeRO 1."""
     folder = tmp_path_factory.mktemp("supervised")
     run(warm_starter, "pretrain/main.py", folder, *MIXED, num_ranks=2)
     return folder / "run"
 
 
-def test_supervised(supervised, golden: Golden):
+def test_supervised(supervised, golden):
     check_curves(golden, "supervised", supervised)
 
 
 @every(name=OBJECTIVES)
-def test_objectives_without_labels(
-    warm_starter: WarmStarter, tmp_path, golden: Golden, name
-):
+def test_objectives_without_labels(warm_starter, tmp_path, golden, name):
     run(warm_starter, "pretrain/main.py", tmp_path, *OBJECTIVES[name])
     check_curves(golden, name, tmp_path / "run")
     # Drawn at the end; an empty picture is smaller.
     assert (tmp_path / "run/pictures/reconstructions.png").stat().st_size > 1000
 
 
-def test_distillation(warm_starter: WarmStarter, supervised, tmp_path, golden: Golden):
+def test_distillation(warm_starter, supervised, tmp_path, golden):
     run(
         warm_starter,
         "pretrain/main.py",
@@ -64,9 +62,7 @@ def test_distillation(warm_starter: WarmStarter, supervised, tmp_path, golden: G
     check_curves(golden, "distillation", tmp_path / "run")
 
 
-def test_finetuning_at_a_higher_resolution(
-    warm_starter: WarmStarter, supervised, tmp_path, golden: Golden
-):
+def test_finetuning_at_a_higher_resolution(warm_starter, supervised, tmp_path, golden):
     run(
         warm_starter,
         "finetune/main.py",
@@ -81,7 +77,7 @@ def test_finetuning_at_a_higher_resolution(
 
 
 @pytest.fixture(scope="module")
-def printed(warm_starter: WarmStarter, tmp_path_factory) -> list[str]:
+def printed(warm_starter, tmp_path_factory) -> list[str]:
     """The output of two ranks that ran all checks."""
     worker = [ROOT / "tests/support/engine/engine_checks.py"]
     folder = tmp_path_factory.mktemp("zero")

@@ -16,12 +16,11 @@ import pytest
 import yaml
 
 from tests.support.engine.subjects import WORLD
-from tests.support.golden import Golden
 from tests.support.ranks.fault_runs import fault
 from tests.support.ranks.thread_ranks import run_ranks
 from tests.support.ranks.warm_ranks import WarmStarter
 from tests.support.runs import CURVES, MIXED, REL, SHARDS, TINY, journal, run
-from tests.support.tables import every
+from tests.support.tables import every, rows
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
     MANIFEST,
@@ -46,8 +45,8 @@ STOPPED = fault("backward", 21, "SIGTERM")
 
 
 @pytest.fixture(scope="module")
-def stored(golden: Golden, warm_starter: WarmStarter, tmp_path_factory) -> Path:
-    def make(path: Path) -> None:
+def stored(golden, warm_starter, tmp_path_factory) -> Path:
+    def make(path):
         folder = tmp_path_factory.mktemp("made")
         train(warm_starter, folder, num_ranks=2, faults={1: [KILLED]})
         zero = "engine.zero_stage=0"
@@ -72,7 +71,7 @@ def stored(golden: Golden, warm_starter: WarmStarter, tmp_path_factory) -> Path:
     return golden.folder("training/run", make)
 
 
-def drop_facts_of_this_machine(path: Path) -> None:
+def drop_facts_of_this_machine(path: Path):
     """Keep what a resume needs in the description of a checkpoint."""
     manifest = read_manifest(path)
     # It is written with the manifest, which is the version of this code.
@@ -88,7 +87,6 @@ def train(starter: WarmStarter, folder: Path, *settings: str, **how) -> str:
 
 def test_it_is_read(stored):
     checkpoint, complaints = newest_checkpoint(stored / "checkpoints")
-    assert checkpoint is not None
     assert complaints == []
     assert checkpoint.step == 16
     assert checkpoint.progress["samples_seen"] == 16 * 8
@@ -107,16 +105,15 @@ def test_it_is_read(stored):
     assert failure.step == 12
 
 
-@pytest.mark.parametrize(
-    ("step", "layout", "num_ranks"),
-    [
-        pytest.param(10, "engine.zero_stage=1", 2, id="the same"),
-        pytest.param(10, "engine.zero_stage=0", 1, id="fewer ranks"),
-        pytest.param(16, "engine.zero_stage=3", 2, id="more ranks"),
-    ],
-)
+# The same layout, fewer ranks, and more ranks at the stage that divides all.
+@rows("""
+- [step, layout, num_ranks]
+- [10, engine.zero_stage=1, 2]
+- [10, engine.zero_stage=0, 1]
+- [16, engine.zero_stage=3, 2]
+""")
 def test_it_resumes_with_the_golden_losses(
-    stored, golden: Golden, warm_starter: WarmStarter, tmp_path, step, layout, num_ranks
+    stored, golden, warm_starter, tmp_path, step, layout, num_ranks
 ):
     folder = tmp_path / "run"
     shutil.copytree(stored, folder)
@@ -130,7 +127,7 @@ def test_it_resumes_with_the_golden_losses(
 
 
 @every(step="10, 16")
-def test_it_predicts(stored, golden: Golden, warm_starter: WarmStarter, tmp_path, step):
+def test_it_predicts(stored, golden, warm_starter, tmp_path, step):
     # The older one was written by two ranks, as slices; the newer one by one.
     run(
         warm_starter,
@@ -190,7 +187,7 @@ def test_ranks_that_open_it_share_its_verification(
 
 
 @pytest.mark.slow
-def test_replaced_samples_are_counted_since_step_0(warm_starter: WarmStarter, tmp_path):
+def test_replaced_samples_are_counted_since_step_0(warm_starter, tmp_path):
     """A run that two ranks began and one resumed has the numbers of one that was not stopped."""
     # Two images whose headers are overwritten: the loader takes another one in their place.
     shards = shutil.copytree(SHARDS, tmp_path / "shards")

@@ -12,7 +12,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record
 
 from launch.comparison.sync import sync as compare_sync
-from tests.support.golden import Golden
 from tests.support.ranks.fault_runs import fault
 from tests.support.ranks.run_states import journal_rows
 from tests.support.ranks.warm_ranks import WarmStarter
@@ -33,16 +32,16 @@ POINTS = "training/mlflow_points.json"
 
 
 @pytest.fixture
-def folder(mlflow_database: Path) -> Path:
+def folder(mlflow_database) -> Path:
     return mlflow_database.parent
 
 
-def train(starter: WarmStarter, folder: Path, *more: str, **how) -> None:
+def train(starter: WarmStarter, folder: Path, *more: str, **how):
     more = (*SETTINGS, f"tracking.uri=sqlite:///{folder / 'mlflow.db'}", *more)
     run(starter, "pretrain/main.py", folder, *more, num_ranks=2, **how)
 
 
-def sync(folder: Path, to: str = "mlflow") -> None:
+def sync(folder: Path, to: str = "mlflow"):
     """A training waits for MLflow only so long; what is left at its end is sent here."""
     uri = f"sqlite:///{folder / 'mlflow.db'}"
     compare_sync([str(folder / "run"), "--uri", uri, "--to", to])
@@ -103,7 +102,7 @@ def journal_points(folder: Path) -> set[tuple[str, int, float]]:
 
 
 def test_a_killed_and_resumed_run_is_one_run_with_each_step_once(
-    warm_starter: WarmStarter, folder, golden: Golden
+    warm_starter, folder, golden
 ):
     """Killed in step 6, resumed at step 3; the points of step 4 are in MLflow already."""
     also = "tracking.also=[tensorboard,wandb]"

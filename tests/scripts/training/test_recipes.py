@@ -18,7 +18,7 @@ from pretrain.run import PretrainRun
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.ranks.fault_runs import wait_all
 from tests.support.ranks.run_states import journal_rows
-from tests.support.ranks.warm_ranks import ROOT, WarmStarter
+from tests.support.ranks.warm_ranks import ROOT
 from vitscale.config.loader import load_run_file
 
 CONFIGS = ROOT / "configs"
@@ -126,7 +126,7 @@ def test_every_recipe_plans_at_full_size():
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-def test_every_recipe_takes_two_steps(warm_starter: WarmStarter, tmp_path):
+def test_every_recipe_takes_two_steps(warm_starter, tmp_path):
     shards = tmp_path / "shards"
     make_shard_folder(shards, lengths={"train": (16,), "test": (8,)})
 

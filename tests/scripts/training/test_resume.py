@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from pretrain.run import OBJECTIVES as REGISTERED
 from tests.behaviour.pretrain.test_objectives import NEEDED
@@ -75,32 +76,26 @@ def way(
 
 
 # What is trained, at which ZeRO stage; the rank, the place and number of the call that kills it,
-# and its step.
-KILLS = {
-    "in the backward pass": ("supervised", 1, 1, "backward", micro_step(8), 8),
-    "in the forward pass": ("supervised", 3, 0, "forward", micro_step(8), 8),
-    "before an update": ("mae", 0, 1, "step", micro_step(9, number=1), 9),
-    "waiting for data": ("distillation", 3, 1, "batch", micro_step(12, number=1), 12),
-    "while others wait for its images": ("simclr", 2, 1, "backward", 9, 9),
-    "at a log line": ("masked_patch_prediction", 2, 0, "log", 3, 8),
-    # The place counts the batches of the training, too.
-    "in an evaluation": (
-        "timm",
-        1,
-        1,
-        "evaluated batch",
-        micro_step(12, number=1) + 4,
-        12,
-    ),
-    # Around a save: the state is taken, files are written, the commit, the old ones are removed.
-    "at start": ("supervised", 1, 0, "start", 1, 1),
-    "before a save": ("fine-tuning", 1, 0, "export", 2, 10),
-    "before its tensor file": ("supervised", 1, 1, "write", 2, 10),
-    "before a commit": ("supervised", 3, 0, "rename", 2, 10),
-    "before the best one is saved": ("supervised", 1, 0, "export", 3, 12),
-    "before retention": ("supervised", 2, 0, "prune", 4, 15),
-    "in the last save": ("supervised", 0, 0, "rename", 6, STEPS),
-}
+# and its step. There are two micro-batches a step, each with a forward, backward, step and batch.
+KILLS = yaml.safe_load("""
+in the backward pass: [supervised, 1, 1, backward, 15, 8]
+in the forward pass: [supervised, 3, 0, forward, 15, 8]
+before an update: [mae, 0, 1, step, 18, 9]
+waiting for data: [distillation, 3, 1, batch, 24, 12]
+# Whose images are compared is not accumulated.
+while others wait for its images: [simclr, 2, 1, backward, 9, 9]
+at a log line: [masked_patch_prediction, 2, 0, log, 3, 8]
+# The place counts the 24 batches of the training, too.
+in an evaluation: [timm, 1, 1, evaluated batch, 28, 12]
+# Around a save: the state is taken, files are written, the commit, the old ones are removed.
+at start: [supervised, 1, 0, start, 1, 1]
+before a save: [fine-tuning, 1, 0, export, 2, 10]
+before its tensor file: [supervised, 1, 1, write, 2, 10]
+before a commit: [supervised, 3, 0, rename, 2, 10]
+before the best one is saved: [supervised, 1, 0, export, 3, 12]
+before retention: [supervised, 2, 0, prune, 4, 15]
+in the last save: [supervised, 0, 0, rename, 6, 24]
+""")
 # Of one undisturbed training of each, which other tests then need not repeat.
 ZERO_STAGES = {name: stage for name, stage, *_ in KILLS.values()}
 
@@ -112,7 +107,7 @@ ZERO_STAGES = {name: stage for name, stage, *_ in KILLS.values()}
         slow=KILLS.keys() - {"in the backward pass", "at start", "before retention"},
     )
 )
-def test_killed_rank(fault_runs: FaultRuns, tmp_path, case):
+def test_killed_rank(fault_runs, tmp_path, case):
     name, stage, rank, place, nth, step = KILLS[case]
     settings, how = way(fault_runs, name, zero_stage=stage)
     planted = {rank: [fault(place, nth, "kill")]}
@@ -127,7 +122,7 @@ def test_killed_rank(fault_runs: FaultRuns, tmp_path, case):
 
 
 @slow
-def test_killed_again_while_resuming(fault_runs: FaultRuns, killed_copy):
+def test_killed_again_while_resuming(fault_runs, killed_copy):
     for rank, place in enumerate(("start", "restore")):
         world = fault_runs.start(killed_copy, faults={rank: [fault(place, 1, "kill")]})
         assert wait_and_end_others(world)[rank] == -signal.SIGKILL
@@ -142,19 +137,19 @@ AUGMENTED = (
     "data.mixing.mode=pair",
 )
 # What two ranks at ZeRO 1 began, and who goes on: ranks, ZeRO stage.
-LAYOUTS = [
-    ("supervised", 1, 0),
-    ("supervised", 4, 3),
-    ("supervised", 4, 2),
-    ("timm", 1, 3),
-]
-LAYOUTS += [(name, 1, 0) for name in REGISTERED if name != "supervised"]
+LAYOUTS = yaml.safe_load("""
+- [supervised, 1, 0]
+- [supervised, 4, 3]
+- [supervised, 4, 2]
+- [timm, 1, 3]
+""")
+LAYOUTS += [[name, 1, 0] for name in REGISTERED if name != "supervised"]
 
 
 @slow
 @pytest.mark.parametrize("name, num_ranks, stage", LAYOUTS)
 def test_another_layout_goes_on_with_the_same_losses(
-    fault_runs: FaultRuns, tmp_path, name, num_ranks, stage
+    fault_runs, tmp_path, name, num_ranks, stage
 ):
     settings, how = way(fault_runs, name)
     # The model of timm has no such settings.
@@ -185,9 +180,7 @@ def test_another_layout_goes_on_with_the_same_losses(
 
 @slow
 @every(name=OBJECTIVES)
-def test_finetuning_starts_from_the_trunk_of_each_objective(
-    fault_runs: FaultRuns, tmp_path, name
-):
+def test_finetuning_starts_from_the_trunk_of_each_objective(fault_runs, tmp_path, name):
     settings, how = way(fault_runs, name, zero_stage=ZERO_STAGES[name])
     source = fault_runs.undisturbed(*settings, **how)
     if name == "distillation":
@@ -212,7 +205,7 @@ def test_finetuning_starts_from_the_trunk_of_each_objective(
 
 
 @slow
-def test_finetuning_resumes_without_its_start(fault_runs: FaultRuns, killed_copy):
+def test_finetuning_resumes_without_its_start(fault_runs, killed_copy):
     source = killed_copy / "run"
     folder = killed_copy / "tuned"
     # The newest one is damaged, so the one before it is what is started from.
@@ -246,7 +239,7 @@ WITHOUT_LABELS = {
 
 
 @slow
-def test_shards_without_labels(fault_runs: FaultRuns, tmp_path):
+def test_shards_without_labels(fault_runs, tmp_path):
     """They train where no label is needed, and are refused elsewhere."""
     images = tmp_path / "images"
     shards = tmp_path / "shards"
@@ -271,26 +264,17 @@ def test_shards_without_labels(fault_runs: FaultRuns, tmp_path):
 
 # A save after a signal ends a log interval, which an uninterrupted training may not end there.
 EVERY_STEP = "tracking.log_every_steps=1"
-BURST = [fault("batch", micro_step(7), "burst")]
-# Faults by rank, exit codes, the committed step: the one after the signal's, since ranks agree in
-# the background.
-SIGNALS = {
-    "bursts on both ranks": ({0: BURST, 1: BURST}, [75, 75], 8),
-    "on one rank only": (
-        {1: [fault("backward", micro_step(8), "SIGTERM")]},
-        [75, 75],
-        9,
-    ),
-    "in a save": ({0: [fault("write", 3, "SIGUSR2")]}, [75, 75], 11),
-    # Too late to stop anything: the run is finished.
-    "in the last step": (
-        {1: [fault("backward", micro_step(STEPS), "burst")]},
-        [0, 0],
-        STEPS,
-    ),
-    # Before a handler is installed, SIGTERM ends the process.
-    "before training": ({1: [fault("start", 1, "SIGTERM")]}, [-9, -15], 0),
-}
+# Place, number of the call and signal by rank; exit codes; the committed step: the one after the
+# signal's, since ranks agree in the background.
+SIGNALS = yaml.safe_load("""
+bursts on both ranks: [{0: &burst [batch, 13, burst], 1: *burst}, [75, 75], 8]
+on one rank only: [{1: [backward, 15, SIGTERM]}, [75, 75], 9]
+in a save: [{0: [write, 3, SIGUSR2]}, [75, 75], 11]
+# Too late to stop anything: the run is finished.
+in the last step: [{1: [backward, 47, burst]}, [0, 0], 24]
+# Before a handler is installed, SIGTERM ends the process.
+before training: [{1: [start, 1, SIGTERM]}, [-9, -15], 0]
+""")
 
 
 @every(
@@ -300,8 +284,9 @@ SIGNALS = {
         slow=SIGNALS.keys() - {"bursts on both ranks"},
     )
 )
-def test_stop_signals(fault_runs: FaultRuns, tmp_path, case):
-    planted, codes, step = SIGNALS[case]
+def test_stop_signals(fault_runs, tmp_path, case):
+    faults, codes, step = SIGNALS[case]
+    planted = {rank: [fault(*where)] for rank, where in faults.items()}
     # Ranks stop together; before they have met, the launcher must end the other one.
     grace_s = 30
     if case == "before training":
@@ -321,7 +306,7 @@ def test_stop_signals(fault_runs: FaultRuns, tmp_path, case):
 
 
 @slow
-def test_loader_workers(fault_runs: FaultRuns, tmp_path):
+def test_loader_workers(fault_runs, tmp_path):
     """A killed one is named; all ignore the signals of a launcher."""
     planted = {1: [fault("batch", micro_step(7), "kill worker")]}
     world = fault_runs.start(tmp_path, faults=planted)
@@ -336,21 +321,21 @@ def test_loader_workers(fault_runs: FaultRuns, tmp_path):
 
 
 # rank, fault, its exit code if it is certain. No launcher ends the other one.
-LOST = {
-    "rank 1 stopped": (1, "stop", -signal.SIGKILL),
-    "rank 0 stopped": (0, "stop", -signal.SIGKILL),
-    "rank 1 hangs": (1, "hang", None),
-    "rank 1 killed": (1, "kill", -signal.SIGKILL),
-    "rank 0 crashes": (0, "crash", -signal.SIGSEGV),
-    # An exit code of 0 in the middle of training.
-    "rank 0 leaves": (0, "leave", 0),
-}
+LOST = yaml.safe_load("""
+rank 1 stopped: [1, stop, -9]
+rank 0 stopped: [0, stop, -9]
+rank 1 hangs: [1, hang, null]
+rank 1 killed: [1, kill, -9]
+rank 0 crashes: [0, crash, -11]
+# An exit code of 0 in the middle of training.
+rank 0 leaves: [0, leave, 0]
+""")
 
 
 @every(
     case=by_level(LOST, fast=["rank 1 stopped"], slow=LOST.keys() - {"rank 1 stopped"})
 )
-def test_surviving_rank_ends_and_names_the_other(fault_runs: FaultRuns, tmp_path, case):
+def test_surviving_rank_ends_and_names_the_other(fault_runs, tmp_path, case):
     rank, do, code = LOST[case]
     place = "forward"
     reason = "sent no heartbeat"
@@ -370,7 +355,7 @@ def test_surviving_rank_ends_and_names_the_other(fault_runs: FaultRuns, tmp_path
 
 
 @slow
-def test_updates_with_nan_are_skipped_and_named(fault_runs: FaultRuns, tmp_path):
+def test_updates_with_nan_are_skipped_and_named(fault_runs, tmp_path):
     planted = {1: [fault("forward", micro_step(8, number=1), "NaN")]}
     assert fault_runs.run(tmp_path, faults=planted) == [0, 0], output(tmp_path)
     text = output(tmp_path)
@@ -404,14 +389,14 @@ processes.run_rank_script(join)
 
 
 def test_a_rank_that_never_starts_is_named(tmp_path):
-    variables = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    variables = yaml.safe_load("""
+    RANK: "0"
+    LOCAL_RANK: "0"
+    WORLD_SIZE: "2"
+    LOCAL_WORLD_SIZE: "2"
+    MASTER_ADDR: 127.0.0.1
+    """)
+    variables["MASTER_PORT"] = str(free_port())
     done = subprocess.run(
         [sys.executable, "-c", JOIN],
         env=os.environ | variables,
@@ -438,7 +423,7 @@ DROPPED = {
 
 @slow
 @every(mutant=DROPPED)
-def test_dropped_state_is_noticed(fault_runs: FaultRuns, killed_copy, mutant):
+def test_dropped_state_is_noticed(fault_runs, killed_copy, mutant):
     ranks = fault_runs.start(killed_copy, mutant=mutant)
     assert wait_all(ranks) == [0, 0], ranks[0].output()
     ours = read_state(killed_copy / "run")

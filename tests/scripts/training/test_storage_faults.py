@@ -14,7 +14,6 @@ from tests.conftest import mounted
 from tests.support.levels import by_level
 from tests.support.light_checkpoints import flip
 from tests.support.ranks.fault_runs import (
-    FaultRuns,
     fault,
     micro_step,
     newest_step,
@@ -37,9 +36,7 @@ OLDER = "step-00000012"
 
 
 @slow
-def test_damaged_checkpoint_is_skipped_with_a_message(
-    fault_runs: FaultRuns, killed_copy
-):
+def test_damaged_checkpoint_is_skipped_with_a_message(fault_runs, killed_copy):
     # One bit of the last value: the file has its size, and can be read.
     path = killed_copy / f"run/checkpoints/{NEWEST}/rank-00000.safetensors"
     flip(path, -1)
@@ -50,9 +47,7 @@ def test_damaged_checkpoint_is_skipped_with_a_message(
 
 
 @slow
-def test_unavailable_storage_at_a_restart_loses_nothing(
-    fault_runs: FaultRuns, killed_copy
-):
+def test_unavailable_storage_at_a_restart_loses_nothing(fault_runs, killed_copy):
     """The tensors of both checkpoints: the run is refused and changes nothing until they return."""
     run = killed_copy / "run"
     checkpoints = run / "checkpoints"
@@ -75,12 +70,12 @@ def test_unavailable_storage_at_a_restart_loses_nothing(
     assert "at step 15\n" in fault_runs.assert_resumes_exactly(killed_copy)
 
 
-def remount(folder: Path, mode: str) -> None:
+def remount(folder: Path, mode: str):
     subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=True)
 
 
 @slow
-def test_failed_checkpoint_storage_ends_the_run(fault_runs: FaultRuns, tmp_path):
+def test_failed_checkpoint_storage_ends_the_run(fault_runs, tmp_path):
     checkpoints = tmp_path / "run/checkpoints"
     held = {1: [fault("backward", micro_step(8), "hold")]}
     with mounted(checkpoints, "tmpfs", "-t", "tmpfs", "-o", "size=8m"):
@@ -104,7 +99,7 @@ def test_failed_checkpoint_storage_ends_the_run(fault_runs: FaultRuns, tmp_path)
 
 @every(rank=by_level([0, 1], slow=[1]))
 def test_training_goes_on_after_a_save_that_fails_on_one_rank(
-    fault_runs: FaultRuns, tmp_path, rank
+    fault_runs, tmp_path, rank
 ):
     """After four attempts; in the save before it, the third one succeeds."""
     # Two files of rank 0 in every save, one of rank 1.
@@ -121,7 +116,7 @@ def test_training_goes_on_after_a_save_that_fails_on_one_rank(
 
 
 @slow
-def test_the_journal_is_flushed_for_every_checkpoint(fault_runs: FaultRuns, tmp_path):
+def test_the_journal_is_flushed_for_every_checkpoint(fault_runs, tmp_path):
     """Where that fails the step is saved all the same, with a warning."""
     faults = {0: [fault("flush", "every", "EIO")]}
     keep_all = "checkpoint.keep=9"
@@ -133,7 +128,7 @@ def test_the_journal_is_flushed_for_every_checkpoint(fault_runs: FaultRuns, tmp_
 
 
 @slow
-def test_unavailable_tracking_server_changes_nothing(fault_runs: FaultRuns, tmp_path):
+def test_unavailable_tracking_server_changes_nothing(fault_runs, tmp_path):
     # Nobody listens on this port.
     gone = "tracking.uri=http://127.0.0.1:9"
     planted = {1: [fault("backward", micro_step(13), "kill")]}

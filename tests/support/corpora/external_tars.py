@@ -29,7 +29,7 @@ def tar_bytes(members: Members, *, format: int = tarfile.GNU_FORMAT) -> bytes:
     return buffer.getvalue()
 
 
-def write_tars(root: Path, tars: dict[str, Members]) -> None:
+def write_tars(root: Path, tars: dict[str, Members]):
     for name, members in tars.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def photo(i: int) -> bytes:
     return image_bytes("jpg", seed=i, side=SIDE)
 
 
-def write_tar(path: Path, samples: Sequence[dict[str, Any]]) -> None:
+def write_tar(path: Path, samples: Sequence[dict[str, Any]]):
     path.parent.mkdir(parents=True, exist_ok=True)
     # webdataset's own writer: these tars must look as others make them, not as ours.
     with webdataset.TarWriter(str(path)) as tar:

@@ -1,7 +1,5 @@
 """Make images of every kind, with Pillow or chunk by chunk."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib
@@ -43,7 +41,7 @@ def smooth(channels: int = 3) -> np.ndarray:
     return pixels.astype(np.uint8)
 
 
-def encoded(image: Image.Image | np.ndarray, format: str, **options: Any) -> bytes:
+def encoded(image: Image.Image | np.ndarray, format: str, **options) -> bytes:
     if isinstance(image, np.ndarray):
         # Pillow wants grey pixels without a third axis.
         image = Image.fromarray(image.squeeze())
@@ -128,7 +126,7 @@ def unfiltered(samples: np.ndarray) -> bytes:
     return b"".join(b"\0" + row.tobytes() for row in samples)
 
 
-def deep_png(samples: np.ndarray, **options: Any) -> bytes:
+def deep_png(samples: np.ndarray, **options) -> bytes:
     """16-bit grey, grey with alpha, RGB or RGBA, by the number of channels."""
     height, width, channels = samples.shape
     # PNG's numbers: bit 1 is colour, bit 2 is alpha.
@@ -187,7 +185,7 @@ def small_samples() -> dict[str, bytes]:
     rgba = Image.fromarray(pixels(4))
     # Two frames that differ everywhere: only the first one is the image.
     second = Image.fromarray(255 - random)
-    frames: dict[str, Any] = {"save_all": True, "append_images": [second]}
+    frames = {"save_all": True, "append_images": [second]}
     images = {
         "rgb": rgb,
         "rgba": rgba,

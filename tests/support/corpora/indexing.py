@@ -62,7 +62,7 @@ def index(source, output: Path, *overrides: str) -> str:
     return finished.stdout
 
 
-def verify(folder: Path) -> None:
+def verify(folder: Path):
     finished = run(VERIFY, folder)
     assert finished.returncode == 0, finished.stdout + finished.stderr
 

@@ -52,13 +52,11 @@ def image_bytes(
     return encoded(noise(width, height, seed=seed), FORMATS[extension])
 
 
-def photo(
-    seed: int, *, width: int = 40, height: int = 30, format: str = "JPEG"
-) -> bytes:
+def photo(seed: int, *, width: int = 40, height: int = 30) -> bytes:
     """A smooth random picture, different for every seed."""
     small = Image.fromarray(noise(6, 5, seed=seed))
     image = small.resize((width, height), Image.Resampling.BICUBIC)
-    return encoded(image, format, quality=90)
+    return encoded(image, "JPEG", quality=90)
 
 
 def make_shard_folder(

@@ -1,7 +1,5 @@
 """Open a source of data_prep and list its inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 
 def opened(
-    kind: Any, path: Path, labels: Mapping[str, Any] | None = None, **options: Any
+    kind, path: Path, labels: Mapping[str, Any] | None = None, **options
 ) -> Source:
     """options: more settings of `source`."""
     settings = SourceSettings(kind=kind, path=str(path), **options)
@@ -20,7 +18,7 @@ def opened(
 
 def listed(source: Source) -> list[Input]:
     """Inputs of all containers, and what is damaged of them."""
-    inputs: list[Input] = []
+    inputs = []
     for container in source.containers():
         # As make_shards lists them: a container that breaks off gives what was read before.
         inputs += with_damage(container, source.inputs(container))

@@ -45,18 +45,15 @@ def fault(place: str, nth: int | str, do: str) -> dict[str, Any]:
     return {"place": place, "nth": nth, "do": do}
 
 
-def micro_step(step: int, *, start: int = 0, number: int = 0) -> int:
-    """Number of the call of forward, backward or batch in a step; both count from 1.
-
-    start: the step that the process resumed from.
-    """
-    return (step - 1 - start) * ACCUMULATION + number + 1
+def micro_step(step: int, *, number: int = 0) -> int:
+    """Number of the call of forward, backward or batch in a step; both count from 1."""
+    return (step - 1) * ACCUMULATION + number + 1
 
 
 class FaultRuns:
     """Start trainings; keep the uninterrupted ones for comparison."""
 
-    def __init__(self, starter: WarmStarter, *, shards: Path, folder: Path) -> None:
+    def __init__(self, starter: WarmStarter, *, shards: Path, folder: Path):
         self.starter = starter
         self.shards = shards
         self.folder = folder
@@ -157,7 +154,7 @@ def wait_and_end_others(
 ) -> list[int]:
     """Exit codes, as under a launcher: the other ranks are killed after the first one's end."""
 
-    def num_running() -> int:
+    def num_running():
         return sum(rank.poll() is None for rank in ranks)
 
     wait_until(lambda: num_running() < len(ranks), else_say=ranks[0].output)
@@ -169,10 +166,10 @@ def wait_and_end_others(
     return wait_all(ranks)
 
 
-def wait_for_hold(folder: Path, ranks: Sequence[WarmRank]) -> None:
+def wait_for_hold(folder: Path, ranks: Sequence[WarmRank]):
     """Wait until a rank is held; `release_hold` continues it."""
 
-    def is_held() -> bool:
+    def is_held():
         # A rank that has ended will never be held: its output says why it ended.
         assert all(rank.poll() is None for rank in ranks), ranks[0].output()
         return (folder / "held").exists()
@@ -180,7 +177,7 @@ def wait_for_hold(folder: Path, ranks: Sequence[WarmRank]) -> None:
     wait_until(is_held, else_say=ranks[0].output)
 
 
-def release_hold(folder: Path) -> None:
+def release_hold(folder: Path):
     (folder / "go").touch()
 
 

@@ -25,7 +25,7 @@ import yaml
 
 from tests.support.loader_runs import worker_pids
 from vitscale.config.errors import UserError
-from vitscale.engine.engine import Engine, ReadPart
+from vitscale.engine.engine import Engine
 from vitscale.training import session
 
 # Calls of a training, in the module that looks the name up.
@@ -60,7 +60,7 @@ Action = Callable[[Call, Arguments], Any]
 
 
 def _signal(*numbers: signal.Signals) -> Action:
-    def act(call: Call, _: Arguments):
+    def act(call, _):
         for number in numbers:
             os.kill(os.getpid(), number)
         return call()
@@ -69,7 +69,7 @@ def _signal(*numbers: signal.Signals) -> Action:
 
 
 def _signal_worker(number: signal.Signals) -> Action:
-    def act(call: Call, _: Arguments):
+    def act(call, _):
         os.kill(worker_pids()[0], number)
         return call()
 
@@ -104,7 +104,7 @@ def _hang(call: Call, _: Arguments):
 
 
 def _exit(code: int) -> Action:
-    def act(call: Call, _: Arguments):
+    def act(call, _):
         # Without Python's end, as a library does that calls exit in C.
         os._exit(code)
 
@@ -148,7 +148,7 @@ ACTIONS: dict[str, Action] = {
 }
 
 
-def plant(fault: dict[str, Any]) -> None:
+def plant(fault: dict[str, Any]):
     """`nth`: a number, or "every" for all calls."""
     module_name, path = PLACES[fault["place"]].split()
     owner = importlib.import_module(module_name)
@@ -178,11 +178,11 @@ def plant(fault: dict[str, Any]) -> None:
 def _replaced(kind: str, by: str | None) -> Callable[[], None]:
     """Restore tensors of a kind as zeros, or from those of another kind."""
 
-    def patch() -> None:
+    def patch():
         original = Engine.import_state
 
-        def import_state(self: Engine, read: ReadPart, *, optimizer_steps: int) -> None:
-            def changed(name: str, start: int, count: int) -> torch.Tensor:
+        def import_state(self, read, *, optimizer_steps):
+            def changed(name, start, count):
                 kind_of_name, _, parameter = name.partition(".")
                 if kind_of_name != kind:
                     return read(name, start, count)
@@ -197,29 +197,29 @@ def _replaced(kind: str, by: str | None) -> Callable[[], None]:
     return patch
 
 
-def _no_step_count() -> None:
+def _no_step_count():
     original = Engine.import_state
 
-    def import_state(self: Engine, read: ReadPart, *, optimizer_steps: int) -> None:
+    def import_state(self, read, *, optimizer_steps):
         original(self, read, optimizer_steps=0)
 
     Engine.import_state = import_state
 
 
-def _data_from_the_start() -> None:
+def _data_from_the_start():
     original = session.training_batches
 
-    def training_batches(*args, start: int, stop: int, **kwargs):
+    def training_batches(*args, start, stop, **kwargs):
         # As many samples, so that the run ends at the same step.
         return original(*args, start=0, stop=stop - start, **kwargs)
 
     session.training_batches = training_batches
 
 
-def _seed_by_process() -> None:
+def _seed_by_process():
     original = session.seed_step
 
-    def seed_step(seed: int, *, step: int, **kwargs) -> None:
+    def seed_step(seed, *, step, **kwargs):
         # The killed training resumes at step 15.
         original(seed, step=step - 15, **kwargs)
 
@@ -237,7 +237,7 @@ MUTANTS = {
 }
 
 
-def main() -> None:
+def main():
     for fault in json.loads(os.environ.get("VITSCALE_FAULTS", "[]")):
         plant(fault)
     mutant = os.environ.get("VITSCALE_MUTANT")

@@ -16,8 +16,8 @@ def run_ranks(
     barrier = threading.Barrier(num_ranks)
     values = [None] * num_ranks
 
-    def run_rank(rank: int) -> T:
-        def gather(value) -> list[Any]:
+    def run_rank(rank):
+        def gather(value):
             values[rank] = value
             barrier.wait(WAIT_S)
             gathered = list(values)

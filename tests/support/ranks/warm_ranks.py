@@ -37,23 +37,15 @@ from vitscale.distributed.processes import free_port, process_state
 
 # Everything a rank imports, some of it late. DeepSpeed imports the last one, which is not in every
 # release, in `initialize`, and torch.compile with it: 5 s.
-WARMED = (
+WARMED = [
     __name__,
-    "numpy",
-    "torch",
-    "vitscale.training.session",
-    "vitscale.evaluation.classification",
-    "vitscale.models.vit",
-    "vitscale.objectives.teacher",
-    "vitscale.objectives.losses",
-    "vitscale.config.command_line",
-    "pretrain.run",
-    "finetune.run",
-    "finetune.settings",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
-    "deepspeed.runtime.zero.muon.original_muon",
-)
+    *"""
+    numpy torch vitscale.training.session vitscale.evaluation.classification vitscale.models.vit
+    vitscale.objectives.teacher vitscale.objectives.losses vitscale.config.command_line
+    pretrain.run finetune.run finetune.settings matplotlib.figure
+    matplotlib.backends.backend_agg deepspeed.runtime.zero.muon.original_muon
+    """.split(),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +126,7 @@ class WarmRank:
             raise TimeoutError(f"{message}\n{stacks(session_of(self.pid))}")
         return code
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number: int):
         if self.poll() is None:
             # It may have been reaped since, and its exit code be on its way.
             with suppress(ProcessLookupError):
@@ -162,7 +154,7 @@ class WarmRank:
 class WarmStarter:
     """A server and the ranks forked from it. Leaving the block kills what still runs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         # Before an installed vitscale: run the tree of this file. OpenMP's threads would be lost
         # in a fork, which waits for them.
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -177,7 +169,7 @@ class WarmStarter:
             self._server.ensure_running()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_):
         for leader in self._leaders:
             end_session(leader)
         self._server._stop()
@@ -244,7 +236,7 @@ def session_of(leader: int) -> list[int]:
     return living
 
 
-def end_session(leader: int) -> None:
+def end_session(leader: int):
     """SIGKILL a rank and everything it started."""
     for pid in session_of(leader):
         with suppress(ProcessLookupError):
