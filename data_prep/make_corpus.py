@@ -249,7 +249,7 @@ def check_same_files(output: Path, contents: dict[str, bytes]) -> None:
     if found != contents:
         raise UserError(
             "exists already and holds other files",
-            where=str(output),
+            where=output,
             next_step="choose another folder, or remove this one",
         )
 

@@ -69,7 +69,7 @@ def check_folder(folder: Path) -> None:
     if (folder / "checkpoints").exists():
         raise UserError(
             "is the run folder of a training",
-            where=str(folder),
+            where=folder,
             next_step="set output, or name, to another folder",
         )
 
@@ -88,7 +88,7 @@ def check_results(path: Path, description: Mapping[str, Any]) -> None:
     ]
     raise UserError(
         f"has the results of another evaluation{''.join(rows)}",
-        where=str(path.parent),
+        where=path.parent,
         next_step="choose a name for this one (name=...)",
     )
 

@@ -99,7 +99,7 @@ def find_files(given: Sequence[str]) -> Images:
             below = list(files_below(path))
         except OSError as error:
             raise UserError(
-                f"cannot be read ({error.strerror})", where=str(error.filename)
+                f"cannot be read ({error.strerror})", where=error.filename
             ) from None
         # A photograph in an unknown format is listed as unreadable; a text file is no image at all.
         images = [file for file in below if is_image_name(file)]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from finetune.objectives import OBJECTIVES, ObjectiveSettings
 from vitscale.config.errors import UserError
+from vitscale.config.section import Problems
 from vitscale.models.registry import ModelSettings
 from vitscale.models.settings import ViTSettings
 from vitscale.objectives.objective import Objective, SupervisedSettings
@@ -77,7 +78,7 @@ class FinetuneRun(TrainingRun):
         return OBJECTIVES[self.objective.name](self.objective, seed=self.seed)
 
     # The objective knows which models and data it can train on.
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         yield from super().problems()
         if self.init is None and not self.model.is_complete:
             yield (

@@ -8,12 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveInt, field_serializer, field_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_serializer,
+    field_validator,
+)
 
 from vitscale.checkpoint.folders import resolve_weights
 from vitscale.config.errors import UserError
 from vitscale.config.loader import full_name, read_yaml
-from vitscale.config.section import Run, Section
+from vitscale.config.section import Items, Problems, Run, Section, Triple
 from vitscale.data.index import held_out_split, only_held_out
 from vitscale.data.remote import is_url
 from vitscale.data.settings import MixedInShards, RemoteSettings
@@ -54,20 +61,20 @@ class DeviceSettings(Section):
     """auto: GPU where torch finds one, else CPU."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto: bf16 on GPU, fp32 on CPU. bf16 also rounds the weights, as ZeRO does."""
-    batch: int = Field(default=64, gt=0)
+    batch: PositiveInt = 64
     """Images that one process takes through one forward pass."""
-    num_threads: int | None = Field(default=None, gt=0)
+    num_threads: PositiveInt | None = None
     """CPU threads of each process; null: its share of the cores."""
-    timeout_min: float = Field(default=10.0, gt=0)
+    timeout_min: PositiveFloat = 10.0
     """A collective that takes longer ends the command."""
 
 
 class PreprocessingSettings(Section):
     """How images become the model's input; null: as the model was trained or published."""
 
-    mean: tuple[float, float, float] | None = Field(default=None, strict=False)
+    mean: Triple | None = None
     """Subtracted from red, green and blue, each in [0, 1]."""
-    std: tuple[float, float, float] | None = Field(default=None, strict=False)
+    std: Triple | None = None
     """Red, green and blue are divided by it."""
     eval_resize: (
         Literal[
@@ -117,7 +124,8 @@ class ModelRun(Run):
         # A key in the file of a job wins, so those that nobody set are left out.
         if model is None:
             return None
-        return model.model_dump(exclude_unset=True) or None
+        values = {key: value for key, value in model if key in model.model_fields_set}
+        return values or None
 
     def source(self) -> dict[str, Any]:
         """Arguments of `open_model`."""
@@ -144,17 +152,17 @@ class EvaluationData(Section):
     """Split that kNN, few-shot and linear probes learn from; not read without them."""
     first_percent: float = Field(default=100.0, gt=0, le=100)
     """Probes learn from the first stored samples only, as `data.first_percent` of a training."""
-    only_classes: tuple[str, ...] = Field(default=(), strict=False)
+    only_classes: Items[str] = ()
     """Evaluate and learn from only samples of these classes. Empty: all."""
     only_keys: str | None = None
     """Probes learn only from the samples whose keys this text file lists. null: all."""
-    mixture: tuple[MixedInShards, ...] = Field(default=(), strict=False)
+    mixture: Items[MixedInShards] = ()
     """Further sets of shards that probes learn from."""
     dev_percent: float = Field(default=0.0, ge=0, lt=100)
     """Probes do not learn from the last part of the training samples, as of a training."""
     val_split: str | None = "test"
     """Split that the metrics are of; null: the part of `dev_percent`."""
-    num_workers: int = Field(default=2, ge=0)
+    num_workers: NonNegativeInt = 2
     """Loader processes per rank."""
     remote: RemoteSettings = RemoteSettings()
 
@@ -177,7 +185,7 @@ class EvaluateRun(ModelRun):
     """Folder of results, replaced if it exists. null: runs/NAME, where those of another evaluation
     are refused."""
     data: EvaluationData
-    evaluate: tuple[EvaluationSettings, ...] = Field(min_length=1, strict=False)
+    evaluate: Items[EvaluationSettings] = Field(min_length=1)
     """The evaluations, in the order of the table, or their names, as in evaluate=knn,few_shot."""
     tracking: TrackingSettings = TrackingSettings()
     launch: LaunchSettings = LaunchSettings()
@@ -190,7 +198,7 @@ class EvaluateRun(ModelRun):
     def implied(self) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from held_out_split(self.data)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         yield from super().problems()
         if self.data.val_split is None and not self.data.dev_percent:
             yield (
@@ -315,15 +323,15 @@ class PredictRun(ModelRun):
 
     stage: Literal["predict"] = "predict"
     """`vitscale predict` runs files of this stage."""
-    images: tuple[str, ...] = Field(min_length=1, strict=False)
+    images: Items[str] = Field(min_length=1)
     """Image files and folders of images; or one shard folder, or its URL."""
-    top: int = Field(default=5, gt=0)
+    top: PositiveInt = 5
     """Classes of each image, the most probable first."""
     output: str | None = None
     """Table to write, .csv or .parquet; replaced if it exists. null: print, for few images."""
     split: str = "test"
     """Split of the shard folder."""
-    num_workers: int = Field(default=2, ge=0)
+    num_workers: NonNegativeInt = 2
     """Processes per rank that decode images."""
     remote: RemoteSettings = RemoteSettings()
 
@@ -333,7 +341,7 @@ class PredictRun(ModelRun):
         if split is not None and "split" not in self.model_fields_set:
             yield f"{path} has one split beside 'train'", {"split": split}
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         yield from super().problems()
         # The ending chooses the format, so an unknown one cannot be written.
         if self.output is not None and not self.output.endswith(TABLES):
@@ -364,9 +372,9 @@ class VisualizeRun(ModelRun):
     output: str | None = None
     """Folder of the pictures; null: pictures/ in the run folder that `init` is in, else
     runs/visualize/pictures."""
-    pictures: tuple[PictureName, ...] = Field(default=(), strict=False)
+    pictures: Items[PictureName] = ()
     """The pictures to draw; empty: all that the model has."""
-    images: tuple[str, ...] = Field(default=(), strict=False)
+    images: Items[str] = ()
     """Image files and folders of images, or one shard folder or its URL. Empty: the shards that the
     run was trained on."""
     split: str | None = None

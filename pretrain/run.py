@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
+from pretrain.objectives.dino import Dino
+from pretrain.objectives.lejepa import Lejepa
 from pretrain.objectives.mae import Mae
 from pretrain.objectives.masked_patch_prediction import MaskedPatchPrediction
 from pretrain.objectives.simclr import Simclr
-from vitscale.config.section import NamedSection, choice_of
+from vitscale.config.section import NamedSection, Problems, choice_of
 from vitscale.objectives.objective import (
     Distillation,
     Objective,
@@ -23,6 +24,8 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "supervised": Supervised,
     "mae": Mae,
     "simclr": Simclr,
+    "lejepa": Lejepa,
+    "dino": Dino,
     "distillation": Distillation,
 }
 
@@ -42,8 +45,9 @@ class PretrainRun(TrainingRun):
     """Prediction target of the training, and its loss."""
 
     def make_objective(self) -> Objective:
-        return OBJECTIVES[self.objective.name](self.objective, seed=self.seed)
+        objective = OBJECTIVES[self.objective.name]
+        return objective(self.objective, seed=self.seed, views=self.data.views)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         yield from super().problems()
         yield from self.make_objective().problems(self)

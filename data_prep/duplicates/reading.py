@@ -57,7 +57,7 @@ def list_images(folder: Path) -> pa.Table:
         return samples.set_column(0, "name", names)
 
     if not folder.is_dir():
-        raise UserError("no such folder", where=str(folder))
+        raise UserError("no such folder", where=folder)
     # Sorted, since the order of a listing differs between file systems, and the first copy is kept.
     below = files_below(folder, follow_links=True)
     files = sorted(path for path in below if is_image_name(os.path.basename(path)))
@@ -82,9 +82,7 @@ def list_images(folder: Path) -> pa.Table:
         raise UserError(f"cannot be read ({error.strerror})", where=where) from None
 
     if not files:
-        raise UserError(
-            "has no images", where=str(folder), allowed="image files, or shards"
-        )
+        raise UserError("has no images", where=folder, allowed="image files, or shards")
     return pa.Table.from_pylist(rows, schema=IMAGES)
 
 
@@ -142,7 +140,7 @@ def check_keys(folder: Path, samples: pa.Table) -> None:
     if len(samples["name"].unique()) < len(samples):
         raise UserError(
             "samples of several splits have the same keys, by which copies are left out",
-            where=str(folder),
+            where=folder,
             next_step="index the tars of each split alone by source.splits, and name the index "
             "of the others by --against",
         )

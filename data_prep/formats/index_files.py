@@ -206,7 +206,7 @@ def tar_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[Pa
     for name in (name for name in names if name not in known):
         raise UserError(
             f"names the tar {name!r}, which {MANIFEST_NAME} does not have",
-            where=str(folder / INDEX_NAME),
+            where=folder / INDEX_NAME,
             next_step="make the shards again",
         )
     return [root / name for name in names]

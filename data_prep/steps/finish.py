@@ -127,7 +127,7 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
         if not path.exists() or path.stat().st_size != tar.entry.bytes:
             raise StorageError(
                 f"{path.name}, written before, is missing or has another size",
-                where=str(work.path),
+                where=work.path,
                 next_step="remove this folder and run the same command again",
             )
 

@@ -284,7 +284,7 @@ def _divided(
         raise StorageError(
             f"{free >> 20} MiB are free, {max(1, int(needed) >> 20)} MiB are needed; "
             f"the work done so far is kept in {work.path.name}",
-            where=str(work.output),
+            where=work.output,
             next_step="free space and run the same command again; or remove that folder and choose "
             "another output",
         )

@@ -384,7 +384,7 @@ def _storage_errors(work: WorkFolder) -> Iterator[None]:
         is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         raise StorageError(
             f"cannot be written ({text}); what was finished so far is kept in {work.path.name}",
-            where=str(work.output),
+            where=work.output,
             next_step=f"{'free space' if is_full else 'fix this'} and rerun; the run resumes",
         ) from error
 
@@ -521,7 +521,7 @@ def check_settings(work: WorkFolder) -> None:
     if changed := changed_settings(begun, _settings(work.run), purpose="output"):
         raise UserError(
             f"was begun with other settings: {', '.join(changed)}",
-            where=str(work.path),
+            where=work.path,
             next_step="use the same settings again, or remove this folder",
         )
 

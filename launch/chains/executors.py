@@ -168,7 +168,7 @@ def _training_state(step: ChainStep, *, complete: bool) -> StepState:
 def _changed(what: str, changes: list[str], folder: Path) -> StepState:
     error = UserError(
         "\n    ".join([what, *changes]),
-        where=str(folder),
+        where=folder,
         next_step="undo the change, remove this folder to make it again, or rename the chain",
     )
     return StepState(text="changed", error=error)

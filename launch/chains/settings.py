@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from vitscale.config.errors import did_you_mean
-from vitscale.config.section import Run, Section
+from vitscale.config.section import Items, Problems, Run, Section
 from vitscale.runs.training import RUN_NAME
 
 # Overrides that a chain makes itself.
@@ -26,7 +26,7 @@ class ChainStage(Section):
     """Name of the stage: letters, digits, dot, dash, underscore."""
     config: str
     """Run file, relative to the current folder. Its `stage:` says what is run."""
-    overrides: tuple[str, ...] = Field(default=(), strict=False)
+    overrides: Items[str] = ()
     """Settings as on the command line, for example [launch.nodes=4]."""
     inputs: dict[str, str] = {}
     """Key of the run -> stage whose folder it is, for example {data.path: shards, init: pretrain}.
@@ -56,17 +56,17 @@ class ChainRun(Run):
     """Name of the chain and of its folder."""
     output: str | None = None
     """Folder of all runs but the shards, whose folder is that of their file; null: runs/NAME."""
-    overrides: tuple[str, ...] = Field(default=(), strict=False)
+    overrides: Items[str] = ()
     """Settings of every run that has them, as on the command line, for example
     [launch.partition=NAME]."""
-    stages: tuple[ChainStage, ...] = Field(min_length=1, strict=False)
+    stages: Items[ChainStage] = Field(min_length=1)
     """The stages, in any order."""
 
     @property
     def folder(self) -> str:
         return self.output or f"runs/{self.name}"
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         allowed = "use letters, digits, '.', '-', '_', at most 100"
         if not RUN_NAME.fullmatch(self.name):
             yield "name", f"{self.name!r}: {allowed}"

@@ -95,10 +95,10 @@ def _start(folder: Path) -> tuple[float, Path]:
     first = next(read_rows(journal), None) if journal.is_file() else None
     if first is None:
         raise UserError(
-            "has no metrics", where=str(journal), next_step="name a run that has some"
+            "has no metrics", where=journal, next_step="name a run that has some"
         )
     if not config.is_file() or not read_values(config):
-        raise UserError("is not the configuration of a run", where=str(config))
+        raise UserError("is not the configuration of a run", where=config)
     return first[0].time, folder
 
 

@@ -11,7 +11,6 @@ no second one: the next attempt appends it.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from vitscale.checkpoint.folders import step_folders, step_of
-from vitscale.config.errors import EXIT_CODES, FailureKind
+from vitscale.config.errors import EXIT_CODES, FailureKind, print_note
 from vitscale.distributed.atomic_files import or_warn, retried
 from vitscale.distributed.events import (
     EVENTS_NAME,
@@ -213,9 +212,7 @@ def _append(folder: Path, attempt: Attempt) -> None:
         append_event(folder, ATTEMPT, asdict(attempt))
 
     # A run goes on without its record rather than end for it.
-    with or_warn(
-        folder / EVENTS_NAME, lambda text: print(text, file=sys.stderr, flush=True)
-    ):
+    with or_warn(folder / EVENTS_NAME, lambda text: print_note(text)):
         retried(append)
 
 

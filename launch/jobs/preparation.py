@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,7 +30,7 @@ from launch.jobs.run_folders import shown_folder
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, Submission, submit_to_slurm
 from pretrain.run import PretrainRun
-from vitscale.config.errors import UserError, UserErrors, not_written
+from vitscale.config.errors import UserError, UserErrors, not_written, print_note
 from vitscale.config.loader import run_to_yaml
 from vitscale.config.packaged import PROJECT_ROOT
 from vitscale.distributed.atomic_files import write_text
@@ -248,7 +247,7 @@ def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[s
                 next_step="try again later, or leave it out",
             ) from None
         text = f"warning: cannot check whether a job of this run is queued: {error}"
-        print(text, file=sys.stderr, flush=True)
+        print_note(text)
         return []
 
     ids = submitted_ids(jobs)
@@ -259,7 +258,7 @@ def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[s
         raise UserError(
             f"job {', '.join(map(str, jobs))} of this run has not ended; a second one would fail "
             "when it starts",
-            where=str(run_folder),
+            where=run_folder,
             next_step=f"wait for it, cancel it (scancel {' '.join(ids)}), or add "
             "--after (starts when it has ended)",
         )

@@ -42,6 +42,7 @@ from vitscale.config.errors import (
     FailureKind,
     UserError,
     interrupts_deferred,
+    print_note,
 )
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.distributed.events import ATTEMPT_VARIABLE, Failure
@@ -166,7 +167,7 @@ def _locked(path: Path, *, holder: str = "") -> int:
         if holder:
             what += f": {holder}"
         step = "wait for it or stop it, or choose another name"
-        raise UserError(what, where=str(path.parent), next_step=step) from None
+        raise UserError(what, where=path.parent, next_step=step) from None
     except OSError:  # not on this file system: the ranks will find it out
         pass
     return descriptor
@@ -224,7 +225,7 @@ def run_here(
             print(text, flush=True)
         elif ended.ending is Ending.FAILED:
             report = _report(ended, log_of(ended.failed_rank or 0, folder))
-            print(report, file=sys.stderr, flush=True)
+            print_note(report)
 
         # A rank that was killed could not say it.
         status: Status = "FAILED" if ended.ending is Ending.FAILED else "KILLED"

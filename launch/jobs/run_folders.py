@@ -67,7 +67,7 @@ def _find(name: str) -> list[Path]:
         closed = Path(str(error.filename))
         raise UserError(
             "cannot be read: a run folder is for its owner alone, unless the owner shares it",
-            where=str(closed),
+            where=closed,
             next_step=f"ask its owner for: chmod -R g+rX {quote(str(closed.parent))}",
         ) from None
 

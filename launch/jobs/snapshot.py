@@ -100,7 +100,7 @@ def _read(path: Path) -> bytes:
     if size > MAX_FILE_BYTES:
         raise UserError(
             f"has {size:,} bytes, too many for a copy of the code",
-            where=str(path),
+            where=path,
             allowed=f"at most {MAX_FILE_BYTES:,} bytes",
             next_step="move it out of the code, or set launch.snapshot=false",
         )

@@ -36,7 +36,12 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from launch.jobs.attempts import begin_attempt
 from launch.jobs.queue import RESTART_SECONDS, reachable_address, restart_count
-from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, FailureKind, UserError
+from vitscale.config.errors import (
+    EXIT_STOPPED_RESUMABLE,
+    FailureKind,
+    UserError,
+    print_note,
+)
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.config.packaged import INSIDE, IS_WHEEL
 from vitscale.distributed.events import (
@@ -455,7 +460,7 @@ def submission_environment(script: str) -> Iterator[None]:
 
 @cache
 def _say_once(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print_note(text)
 
 
 # ---- in a task of the job ---------------------------------------------------------------------

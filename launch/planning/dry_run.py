@@ -12,7 +12,6 @@ import math
 import os
 import re
 import shutil
-import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +32,7 @@ from launch.jobs.status_text import aligned, format_size
 from launch.jobs.submission import sbatch_text, submission_environment
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import resolve_weights, step_folders
-from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.errors import UserError, UserErrors, print_note
 from vitscale.config.loader import yaml_flow
 from vitscale.config.redaction import redact
 from vitscale.data.index import MANIFEST_NAME, read_manifest, read_split
@@ -481,7 +480,7 @@ def refuse_or_warn(checks: Sequence[Check], *, leave_out: Container[str] = ()) -
     for check in checks:
         if check.result == "warning" and check.name not in leave_out:
             text = f"warning: {check.name}: {check.detail}\n  next: {check.next_step}"
-            print(text, file=sys.stderr, flush=True)
+            print_note(text)
 
 
 def as_table(checks: Sequence[Check]) -> str:

@@ -6,14 +6,12 @@ image; M views of all ranks; D width of the features, E of the projection.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from vitscale.distributed.world import sum_over_ranks
+from vitscale.distributed.world import gather_with_gradients
 from vitscale.models.vit import ViT
 
 
@@ -50,24 +48,3 @@ def contrastive_loss(
 
     is_nearest_N = logits_NM.argmax(dim=1) == partner_N
     return F.cross_entropy(logits_NM, partner_N), is_nearest_N.float().mean()
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own_NE: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(own_NE) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, own_NE.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients_ME: torch.Tensor) -> torch.Tensor:
-        # The losses of all ranks depend on the values of this one.
-        total_ME = sum_over_ranks(gradients_ME[0])
-        return total_ME.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def gather_with_gradients(own_NE: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks [ranks * N, E], in rank order; the gradient of a row is that of the sum
-    of all ranks' losses. Collective, and so is its backward pass."""
-    gathered_ME: torch.Tensor = _Gather.apply(own_NE)
-    return gathered_ME

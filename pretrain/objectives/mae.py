@@ -5,12 +5,11 @@ Source: He et al. 2022 (Masked Autoencoders Are Scalable Vision Learners); faceb
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
-from vitscale.config.section import NamedSection
+from vitscale.config.section import NamedSection, Problems
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.models import costs
 from vitscale.objectives.objective import Objective
@@ -32,18 +31,18 @@ class MaeSettings(NamedSection):
     """Share of the patches that are removed; the number kept is rounded down."""
     normalized_pixels: bool = True
     """Predict each patch minus its mean, over its deviation; section 4.1: 85.4 against 84.9 %."""
-    decoder_width: int = Field(default=512, gt=0)
+    decoder_width: PositiveInt = 512
     """Channels of the decoder; 4 divides it."""
-    decoder_depth: int = Field(default=8, gt=0)
+    decoder_depth: PositiveInt = 8
     """Blocks of the decoder; 1 is enough for fine-tuning, not for a linear probe (table 1)."""
-    decoder_heads: int = Field(default=16, gt=0)
+    decoder_heads: PositiveInt = 16
     """Attention heads of the decoder; they divide its width."""
 
     def num_kept(self, num_patches: int) -> int:
         """Patches that the encoder sees; rounded down: of 100 at 0.8 it keeps 19."""
         return int(num_patches * (1 - self.mask_ratio))
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         width = self.decoder_width
         remainder = width % self.decoder_heads
         if remainder:
@@ -68,7 +67,7 @@ class Mae(Objective):
     patch_size: int
     """Known once the model is."""
 
-    def problems(self, run: TrainingRun) -> Iterator[tuple[str, str]]:
+    def problems(self, run: TrainingRun) -> Problems:
         yield from super().problems(run)
         model: Any = run.model
         if model.name != "vit":

@@ -6,12 +6,11 @@ output token. Source: Dosovitskiy et al. 2021, section 4.6 and appendix B.1.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from vitscale.config.section import NamedSection
+from vitscale.config.section import NamedSection, Problems
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.models.costs import ACTIVATION_SCALE
 from vitscale.objectives.objective import Objective
@@ -41,7 +40,7 @@ class MaskedPatchPredictionSettings(NamedSection):
     swap_share: float = Field(default=0.1, ge=0, le=1)
     """Probability that it is replaced by another patch of the image; the rest is kept."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         if self.mask_share + self.swap_share > 1 + 1e-9:
             yield (
                 "objective.mask_share",
@@ -61,7 +60,7 @@ class MaskedPatchPrediction(Objective):
     needs_labels = False
     trains_classifier = False
 
-    def problems(self, run: TrainingRun) -> Iterator[tuple[str, str]]:
+    def problems(self, run: TrainingRun) -> Problems:
         yield from super().problems(run)
         if run.model.name != "vit":
             yield (

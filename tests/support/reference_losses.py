@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.reference_training import Loss, Run, Sample
+from tests.support.reference_training import Loss
 
 
 def supervised(kind: str = "softmax", smoothing: float = 0.0, share_of=None) -> Loss:
     """share_of: of a pair of neighbours, what each keeps of itself (Mixup, Zhang et al. 2018)."""
 
-    def loss_of(run: Run, pixels: torch.Tensor, sample: Sample) -> torch.Tensor:
+    def loss_of(run, pixels, sample):
         shares_B = torch.ones(len(pixels))
         if share_of is not None:
             # A pair has one share, drawn by its number.
@@ -60,7 +60,7 @@ def _partner(values: torch.Tensor) -> torch.Tensor:
 def distillation(teacher: nn.Module, *, kind: str, alpha: float, tau: float) -> Loss:
     """Touvron et al. 2021, equations 2 and 3."""
 
-    def loss_of(run: Run, pixels: torch.Tensor, sample: Sample) -> torch.Tensor:
+    def loss_of(run, pixels, sample):
         logits_BC = run(pixels).float()
         with torch.no_grad():
             teacher_BC = teacher(pixels).float()
@@ -81,7 +81,7 @@ def distillation(teacher: nn.Module, *, kind: str, alpha: float, tau: float) -> 
 def contrastive(temperature: float) -> Loss:
     """Chen et al. 2020, equation 1, of each image and its mirror image."""
 
-    def loss_of(run: Run, pixels: torch.Tensor, sample: Sample) -> torch.Tensor:
+    def loss_of(run, pixels, sample):
         # All first views, then all second ones, as the paper does not order them.
         views = torch.cat([pixels, pixels.flip(-1)])
         projected_NE = run(views, output="objective").float()
@@ -99,12 +99,129 @@ def contrastive(temperature: float) -> Loss:
     return loss_of
 
 
+def _local(pixels: torch.Tensor) -> torch.Tensor:
+    """A smaller view: the upper left quarter."""
+    side = pixels.shape[-1] // 2
+    return pixels[..., :side, :side]
+
+
+def lejepa(weight: float, directions_of: Callable[[int], torch.Tensor]) -> Loss:
+    """Balestriero & LeCun 2025, algorithm 1, of each image, its mirror image and a smaller view.
+
+    directions_of: a step, unit vectors [E, D].
+    """
+
+    def loss_of(run, pixels, sample):
+        views = torch.cat([pixels, pixels.flip(-1)])
+        embedded = [*run(views, output="objective").double().chunk(2)]
+        embedded.append(run(_local(pixels), output="objective").double())
+        center_BE = (embedded[0] + embedded[1]) / 2
+        gaps = [(view_BE - center_BE).square().mean() for view_BE in embedded]
+
+        # The integral by the rule of trapezoids: the ends count half.
+        statistics = []
+        knots = [-5 + 10 * number / 16 for number in range(17)]
+        directions_ED = directions_of(sample.step).double()
+        for view_BE in embedded:
+            projected_BD = view_BE @ directions_ED
+            integral_D = torch.zeros(directions_ED.shape[1])
+            for knot in knots:
+                gauss = math.exp(-(knot**2) / 2)
+                found_D = torch.exp(1j * knot * projected_BD).mean(dim=0)
+                share = 0.5 if abs(knot) == 5 else 1.0
+                gap_D = (found_D - gauss).abs().square()
+                integral_D = integral_D + share * 10 / 16 * gauss * gap_D
+            statistics.append(len(pixels) * integral_D.mean())
+
+        sigreg = sum(statistics) / len(statistics)
+        return (1 - weight) * sum(gaps) / len(gaps) + weight * sigreg
+
+    return loss_of
+
+
+def dino(
+    *,
+    temperatures: Callable[[int], float],
+    masks_of: Callable[[np.ndarray], np.ndarray] | None = None,
+    koleo: float = 0.0,
+    is_balanced: bool = False,
+) -> Loss:
+    """Caron et al. 2021, with iBOT's patches and KoLeo as in DINOv2 where they are asked for.
+
+    The views are those of `lejepa`. temperatures: of the teacher, by step. masks_of: the positions
+    of B images, masks of both global views, [2 B, L], those of an image side by side. is_balanced:
+    answers by Sinkhorn-Knopp, not by a moving centre.
+    """
+    centers = {"views": 0.0, "patches": 0.0}
+
+    def answers(scores_NK, kind, temperature):
+        if is_balanced:
+            return _balanced(scores_NK.double() / temperature)
+        shifted_NK = (scores_NK - centers[kind]) / temperature
+        # The centre is used before it moves.
+        centers[kind] = 0.9 * centers[kind] + 0.1 * scores_NK.mean(dim=0)
+        return shifted_NK.softmax(dim=1)
+
+    def loss_of(run, pixels, sample):
+        temperature = temperatures(sample.step)
+        views = torch.stack([pixels, pixels.flip(-1)], dim=1).flatten(0, 1)
+        inputs = {}
+        chosen = {}
+        if masks_of is not None:
+            masks_NL = torch.from_numpy(masks_of(sample.positions))
+            chosen["chosen_M"] = torch.arange(masks_NL.numel())[masks_NL.flatten()]
+            inputs["masked_NL"] = masks_NL
+        features_ND, scores_NK, patches_MK = run(
+            views, output="objective", **inputs, **chosen
+        )
+        small_BK = run(_local(pixels), output="objective")[1]
+        _, teacher_NK, teacher_MK = sample.teacher(views, output="objective", **chosen)
+        answer_NK = answers(teacher_NK, "views", temperature)
+
+        # Each student view with each answer to another view.
+        terms = []
+        for number in range(len(pixels)):
+            first, second = 2 * number, 2 * number + 1
+            pairs = [(scores_NK[first], second), (scores_NK[second], first)]
+            pairs += [(small_BK[number], first), (small_BK[number], second)]
+            for scores_K, other in pairs:
+                log_K = (scores_K / 0.5).log_softmax(dim=0)
+                terms.append(-(answer_NK[other] * log_K).sum())
+        loss = torch.stack(terms).mean()
+
+        if masks_of is not None:
+            answer_MK = answers(teacher_MK, "patches", temperature)
+            log_MK = (patches_MK / 0.5).log_softmax(dim=1)
+            terms_M = -(answer_MK * log_MK).sum(dim=1)
+            counts = masks_NL.sum(dim=1).tolist()
+            parts = [part.mean() for part in terms_M.split(counts) if len(part)]
+            loss = loss + sum(parts) / len(views)
+        for view_BD in (features_ND[0::2], features_ND[1::2]):
+            unit_BD = view_BD.float() / view_BD.float().norm(dim=1, keepdim=True)
+            far_BB = torch.eye(len(unit_BD)) * 9
+            distances_B = (torch.cdist(unit_BD, unit_BD) + far_BB).min(dim=1).values
+            loss = loss - koleo * torch.log(distances_B + 1e-8).mean()
+        return loss
+
+    return loss_of
+
+
+def _balanced(logits_NK: torch.Tensor) -> torch.Tensor:
+    """Caron et al. 2020 (SwAV), appendix A.1: K rows and N columns, each normalised in turn."""
+    q_KN = logits_NK.exp().T
+    q_KN = q_KN / q_KN.sum()
+    for _ in range(3):
+        q_KN = q_KN / q_KN.sum(dim=1, keepdim=True) / q_KN.shape[0]
+        q_KN = q_KN / q_KN.sum(dim=0, keepdim=True) / q_KN.shape[1]
+    return (q_KN * q_KN.shape[1]).T.float()
+
+
 def masked_autoencoder(
     order_of: Callable[[np.ndarray], np.ndarray], *, kept: int, normalized: bool = True
 ) -> Loss:
     """He et al. 2022, section 4.1. order_of: patches, the kept ones first."""
 
-    def loss_of(run: Run, pixels: torch.Tensor, sample: Sample) -> torch.Tensor:
+    def loss_of(run, pixels, sample):
         order_BL = torch.from_numpy(order_of(sample.positions))
         predicted_BLP = run(
             pixels,
@@ -137,7 +254,7 @@ def masked_patches(
 ) -> Loss:
     """Dosovitskiy et al. 2021, appendix B.1.2: the 3-bit mean colour of each corrupted patch."""
 
-    def loss_of(run: Run, pixels: torch.Tensor, sample: Sample) -> torch.Tensor:
+    def loss_of(run, pixels, sample):
         inputs = corruption_of(sample.positions)
         logits_BKC = run(pixels, output="objective", **inputs).float()
         num_patches = inputs["sources_BN"].shape[1]

@@ -10,7 +10,8 @@ import hashlib
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -43,6 +44,13 @@ class Recipe:
     depth: int = 2
     clip: float = math.inf
     average: float | None = None
+    final_average: float | None = None
+    """A cosine leads from the one to the other, as in DINO; None: it stays."""
+    final_decay: float | None = None
+    """The same of the weight decay."""
+    frozen: str = ""
+    """Part of the names of parameters that do not move in the first steps."""
+    frozen_steps: int = 0
     drop_seed: int = 0
 
 
@@ -68,6 +76,9 @@ class Sample:
     images: torch.Tensor
     labels: torch.Tensor
     positions: np.ndarray
+    step: int = 0
+    teacher: Run | None = None
+    """Runs the model with the average of its weights."""
 
 
 @dataclass
@@ -103,9 +114,15 @@ def train(
     states = {name: {} for name in masters}
     result = Result(average={name: value.clone() for name, value in masters.items()})
     size = global_batch // machine.ranks // machine.accumulation
+    # The teacher is rounded at every stage.
+    of_teacher = replace(machine, stage=max(1, machine.stage))
+    averaged = deepcopy(model)
+    teacher = torch.no_grad()(_prepared(averaged.eval(), of_teacher))
     run = _prepared(model, machine)
     for step in range(recipe.total):
         _set_weights(model, trained, masters, machine)
+        for name, value in result.average.items():
+            averaged.get_parameter(name).data.copy_(value.float())
         losses = []
         sums = {}
         # A contract: the ranks take turns within a micro-batch, so any layout sees one order.
@@ -114,7 +131,11 @@ def train(
             first = step * global_batch + turn * size
             positions = np.arange(first, first + size)
             _seed(recipe.drop_seed, step, micro, rank)
-            sample = Sample(*samples(positions), positions)
+            for module in model.modules():
+                # Of drop path.
+                if hasattr(module, "positions"):
+                    module.positions = torch.from_numpy(positions)
+            sample = Sample(*samples(positions), positions, step, teacher)
             loss = loss_of(run, normalized(sample.images), sample)
             loss = spoil(loss, step, micro, rank)
             losses.append(loss.item())
@@ -150,7 +171,8 @@ def train(
 
         # After a skipped update, too. Its warm-up is that of TensorFlow's moving average.
         if recipe.average is not None:
-            kept = min(recipe.average, (2 + step) / (11 + step))
+            decay = _moved(recipe.average, recipe.final_average, step, recipe)
+            kept = min(decay, (2 + step) / (11 + step))
             for name, value in masters.items():
                 average = result.average[name]
                 result.average[name] = kept * average + (1 - kept) * value
@@ -167,7 +189,7 @@ def _prepared(model: nn.Module, machine: Machine) -> Run:
     if rounds_weights:
         model.to(torch.bfloat16)
 
-    def run(pixels: torch.Tensor, **options):
+    def run(pixels, **options):
         with ExitStack() as stack:
             if machine.in_bf16 and machine.stage == 0:
                 stack.enter_context(torch.autocast("cpu", torch.bfloat16))
@@ -192,7 +214,7 @@ def _rounded_before_bias(
 
 
 @torch.no_grad()
-def _set_weights(model: nn.Module, trained, masters, machine: Machine) -> None:
+def _set_weights(model: nn.Module, trained, masters, machine: Machine):
     """Round the fp32 weights for the forward pass; the classifier adds what rounding took."""
     for name, parameter in trained.items():
         parameter.copy_(masters[name].float())
@@ -217,7 +239,7 @@ def _mean(sums, name: str, machine: Machine) -> torch.Tensor:
     if sends_bf16 and machine.ranks > 1:
         sent_as = torch.bfloat16
 
-    def over_ranks(values: list[torch.Tensor]) -> torch.Tensor:
+    def over_ranks(values):
         # Divided before the sum, which then cannot overflow; every addition rounds.
         parts = [(value.float() / len(ranks)).to(sent_as) for value in values]
         return sum(parts[1:], parts[0]).float()
@@ -234,7 +256,7 @@ def _mean(sums, name: str, machine: Machine) -> torch.Tensor:
     return over_ranks(of_ranks)
 
 
-def _seed(*position: int) -> None:
+def _seed(*position: int):
     """Seed torch as the product does (a contract): dropout is a function of the position."""
     key = repr(("step", *position))
     digest = hashlib.sha256(key.encode()).digest()
@@ -258,6 +280,13 @@ def rate_at(step: int, recipe: Recipe) -> float:
     return recipe.peak
 
 
+def _moved(first: float, last: float | None, step: int, recipe: Recipe) -> float:
+    """Caron et al. 2021, section 3: half a cosine over all steps."""
+    if last is None:
+        return first
+    return last + (first - last) * (1 + math.cos(math.pi * step / recipe.total)) / 2
+
+
 def _layers_above(name: str, depth: int) -> int:
     """BEiT and MAE: 0 for head and last norm, depth + 1 for patches, positions and tokens."""
     if name.startswith("blocks."):
@@ -278,10 +307,12 @@ def _updated(
     """One step of one tensor, in fp64."""
     scale = recipe.layer_decay ** _layers_above(name, recipe.depth)
     rate = rate_at(step, recipe) * scale
+    if recipe.frozen in name and step < recipe.frozen_steps:
+        rate = 0.0
     # Biases, norms and learned tokens are not decayed.
     decay = 0.0
     if w.ndim >= 2 and name.rpartition(".")[2] not in TOKENS:
-        decay = recipe.weight_decay
+        decay = _moved(recipe.weight_decay, recipe.final_decay, step, recipe)
     # Sutskever et al. 2013, as torch: no dampening, no Nesterov.
     if recipe.optimizer == "sgd":
         g = g + decay * w

@@ -221,7 +221,7 @@ def data_problems(data: DataSettings) -> Problems:
                 yield f"data.views.{number}.{key}", what
 
 
-def _problems(data: DataSettings) -> Iterator[tuple[str, str]]:
+def _problems(data: DataSettings) -> Problems:
     """The problems of all keys, which begin below `data`."""
     for key, path in [
         ("path", data.path),

@@ -7,7 +7,6 @@ import re
 import resource
 import signal
 import socket
-import sys
 import threading
 import warnings
 from collections import Counter
@@ -31,6 +30,7 @@ from vitscale.config.errors import (
     StorageError,
     UserError,
     on_node,
+    print_note,
     raise_alike,
 )
 from vitscale.distributed.processes import (
@@ -118,7 +118,7 @@ def _be_alone() -> None:
     dropped = launcher_variables()
     if dropped:
         text = f"one process without RANK: {', '.join(dropped)} of the environment not used"
-        print(text, file=sys.stderr, flush=True)
+        print_note(text)
     for name in dropped:
         del os.environ[name]
     os.environ.update(
@@ -221,7 +221,7 @@ def _join(
         fault = on_node(problem, rank=world.rank, node=node_name())
         word = str(fault)
         # Now, since a launcher may end this rank before the others answer.
-        print(f"asking the other ranks: {fault}", file=sys.stderr, flush=True)
+        print_note(f"asking the other ranks: {fault}")
 
     try:
         timeout_s = INIT_TIMEOUT_MIN * 60 if fault is None else TELL_S
@@ -508,7 +508,7 @@ def errors_on_all_ranks(
     except UserError as caught:
         error = caught
     except OSError as caught:
-        error = StorageError(f"{what} ({caught.strerror or caught})", where=str(where))
+        error = StorageError(f"{what} ({caught.strerror or caught})", where=where)
 
     reports = gather_objects((node_name(), tried, error))
     nodes, tries, errors = zip(*reports, strict=True)
@@ -534,3 +534,42 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total
+
+
+def max_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """Elementwise maximum over ranks, as a new tensor."""
+    largest = value.clone()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return sum_over_ranks(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        # The losses of all ranks depend on the values of this one.
+        return sum_over_ranks(gradients[0])
+
+
+def sum_with_gradients(values: torch.Tensor) -> torch.Tensor:
+    """Elementwise sum over ranks; the gradient of a value is that of the sum of all ranks' losses.
+
+    Collective, and so is its backward pass. torch's own counterpart is deprecated.
+    """
+    total: torch.Tensor = _Sum.apply(values)
+    return total
+
+
+def gather_with_gradients(own_NE: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks [ranks * N, E], in rank order; gradients as in `sum_with_gradients`.
+
+    Every rank must have N rows.
+    """
+    rows_RNE = own_NE.new_zeros(dist.get_world_size(), *own_NE.shape)
+    # Each row is one rank's and zero on all others, so the sum is exact.
+    rows_RNE[dist.get_rank()] = own_NE
+    return sum_with_gradients(rows_RNE).flatten(0, 1)

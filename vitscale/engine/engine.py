@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -26,7 +27,13 @@ from vitscale.engine.deepspeed_parts import (
 )
 from vitscale.engine.device_batches import Normalization
 from vitscale.engine.gradients import Health, UpdateGuard
-from vitscale.engine.layouts import FlatLayout, Layout, Part, PlainLayout
+from vitscale.engine.layouts import (
+    FlatLayout,
+    Layout,
+    Part,
+    PlainLayout,
+    WholeModel,
+)
 from vitscale.engine.settings import BUCKET_ELEMENTS, MAX_RANKS_IN_HALF, EngineSettings
 from vitscale.optim.settings import OPTIMIZERS, EmaSettings
 
@@ -52,17 +59,22 @@ class Engine:
         mean: tuple[float, float, float],
         std: tuple[float, float, float],
         ema: EmaSettings | None = None,
+        total_steps: int = 0,
+        teacher: nn.Module | None = None,
         compile_input: bool = False,
     ) -> None:
         """config: of `deepspeed_config`; the engine itself clips, at every stage alike.
 
         ema: keep an exponential average of the weights, in fp32, sharded like the optimiser
-        states; None: none. compile_input: normalise pixels in one compiled kernel.
+        states; None: none. total_steps: of the run, for an average whose decay changes. teacher: a
+        copy of the model, which gets the average of the weights after each update. compile_input:
+        normalise pixels in one compiled kernel.
         """
         self.world = world
         self.dtype = dtype
         self._ema = ema
         self._num_averaged = 0
+        self._total_steps = total_steps
         self._state_names = OPTIMIZERS[optimizer_name].state_names
         if ema is not None:
             self._state_names += (AVERAGE,)
@@ -112,6 +124,10 @@ class Engine:
         )
         # Before the first step: it may be skipped, but a checkpoint needs the states.
         self._create_optimizer_state(0)
+        self._teacher = None
+        if teacher is not None:
+            self._teacher = WholeModel(teacher, dtype=dtype, device=world.device)
+            self._renew_teacher()
         self._is_compiled = compile_input
         self.normalized = Normalization(mean=mean, std=std, device=world.device)
         """Pixels in fp32, whatever the model's precision: for targets made of pixels."""
@@ -127,6 +143,17 @@ class Engine:
     def forward(self, images_B3SS: torch.Tensor, output: str, **inputs: Any) -> Any:
         """The same images -> another output of the model, with further inputs if it takes them."""
         return self._engine(self._model_input(images_B3SS), output=output, **inputs)
+
+    @torch.no_grad()
+    def teacher(self, images_B3SS: torch.Tensor, output: str, **inputs: Any) -> Any:
+        """The output of the averaged weights, as `forward` gives that of the trained ones.
+
+        The teacher is whole on every rank, in the precision of the forward pass, and in evaluation
+        mode. It is computed from the average, so it adds no state to a checkpoint.
+        """
+        assert self._teacher is not None
+        pixels = self._normalize_input(images_B3SS, dtype=self.dtype)
+        return self._teacher.model(pixels, output=output, **inputs)
 
     def _model_input(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         return self._normalize_input(images_B3SS, dtype=self._forward_dtype)
@@ -173,12 +200,23 @@ class Engine:
         if self._ema is None:
             return
         self._num_averaged += 1
-        decay = self._ema.decay_at(self._num_averaged)
+        decay = self._ema.decay_at(self._num_averaged, self._total_steps)
         weights = self._layout.updated_tensors()
         averages = [self.base_optimizer.state[tensor][AVERAGE] for tensor in weights]
 
         # avg + (w - avg) * (1 - decay) = decay * avg + (1 - decay) * w, in one kernel per group.
         torch._foreach_lerp_(averages, weights, 1.0 - decay)
+        self._renew_teacher()
+
+    @torch.no_grad()
+    def _renew_teacher(self) -> None:
+        """Give the teacher the average of the weights, on all ranks."""
+        if self._teacher is None:
+            return
+        self._teacher.flat.zero_()
+        self._write_parts(self._teacher.values, kind=AVERAGE)
+        if self.world.world_size > 1:
+            dist.all_reduce(self._teacher.flat)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -229,20 +267,52 @@ class Engine:
         for remainder in self._remainders.values():
             remainder.zero_()
 
-        for part in self._parts:
-            if part.name in self._remainders:
-                original = part.of(part.updated)
-                flat = self._remainders[part.name].view(-1)
-                values = flat.narrow(0, part.start, part.num_values)
-                values.copy_(original - original.to(values.dtype))
-        for name in self._frozen_values.keys() & self._remainders.keys():
-            original = self._frozen_values[name].to(self.world.device)
-            self._remainders[name].copy_(original - original.to(self._forward_dtype))
+        self._write_parts(
+            self._remainders,
+            kind="model",
+            change=lambda values: values - values.to(self._forward_dtype),
+        )
 
         # One rank has each value and all others have zero, so the sum is exact.
         if self.world.world_size > 1:
             for remainder in self._remainders.values():
                 dist.all_reduce(remainder)
+
+    def _write_parts(
+        self,
+        targets: Mapping[str, torch.Tensor],
+        *,
+        kind: str,
+        change: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+    ) -> None:
+        """Write this rank's parts of some whole tensors: of weights ("model") or their average.
+
+        The other parts stay as they are. All ranks together write each value once: the first one
+        has all of what is not trained.
+        """
+        sources = []
+        for part in self._parts:
+            if part.name in targets:
+                tensor = part.updated
+                if kind != "model":
+                    tensor = self.base_optimizer.state[tensor][kind]
+                sources.append((part.name, part.start, part.of(tensor)))
+        for name in self._frozen_values.keys() & targets.keys():
+            sources.append((name, 0, self._frozen_values[name].flatten()))
+
+        for name, start, values in sources:
+            target = targets[name].view(-1).narrow(0, start, values.numel())
+            target.copy_(change(values))
+
+    def set_positions(self, positions: np.ndarray) -> None:
+        """The positions in training of the images of the next micro-batch, int64 [B].
+
+        Drop path draws its masks from them.
+        """
+        on_device = torch.from_numpy(positions).to(self.world.device)
+        for module in self._engine.module.modules():
+            if hasattr(module, "positions"):
+                module.positions = on_device
 
     def train(self) -> None:
         self._engine.train()
@@ -250,10 +320,20 @@ class Engine:
     def eval(self) -> None:
         self._engine.eval()
 
-    def set_learning_rate(self, lr: float) -> None:
-        """The rate of the head; a group's `lr_scale` gives that of the layers below."""
+    def set_learning_rate(
+        self,
+        lr: float,
+        *,
+        rate_factor: Callable[[str], float] = lambda part: 1.0,
+        decay_factor: float = 1.0,
+    ) -> None:
+        """The rate of the head; a group's `lr_scale` gives that of the layers below.
+
+        rate_factor: of a part of the model (`Objective.part_of`). decay_factor: of weight decay.
+        """
         for group in self.base_optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+            group["lr"] = lr * group["lr_scale"] * rate_factor(group["part"])
+            group["weight_decay"] = group["full_decay"] * decay_factor
 
     def gradient_norm(self) -> float:
         """Global norm before clipping, of the last update."""
@@ -351,6 +431,7 @@ class Engine:
         self._layout.share_parts(self._state_names)
         self._share_frozen()
         self._renew_remainders()
+        self._renew_teacher()
         for _, buffer in self._buffers():
             broadcast_tensor(buffer, source=0)
 

@@ -322,3 +322,19 @@ def _move_into(
             group_and_offset[parameter] = (number, offset)
             offset += parameter.numel()
     return group_and_offset
+
+
+class WholeModel:
+    """A model that is not trained, whole on every rank, whose parameters lie in one flat tensor."""
+
+    def __init__(
+        self, model: nn.Module, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """model: is moved and rounded; values of its parameters are set by the caller."""
+        self.model = model.to(device=device, dtype=dtype).requires_grad_(False).eval()
+        named = dict(model.named_parameters())
+        size = sum(parameter.numel() for parameter in named.values())
+        self.flat = torch.zeros(size, dtype=dtype, device=device)
+        _move_into([self.flat], [list(named.values())])
+        self.values = {name: parameter.view(-1) for name, parameter in named.items()}
+        """Flat views of `flat`, by the names of the parameters."""

@@ -5,13 +5,13 @@ Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
 from vitscale.config.errors import nearest
-from vitscale.config.section import Section
+from vitscale.config.section import Problems, Section
 
 RAW_GROUPS = (
     "bf16 comms_logger data_types flops_profiler fp16 torch_autocast zero_optimization"
@@ -68,7 +68,7 @@ class EngineSettings(Section):
     zero_stage: ZeroStage = 1
     """What ZeRO shards over ranks: 1 optimiser states, 2 + gradients, 3 + parameters. 2 saves 2
     bytes of 16 per parameter and takes four times the host's calls: for large models alone."""
-    max_micro_batch: int = Field(default=64, gt=0)
+    max_micro_batch: PositiveInt = 64
     """Most images one rank takes through one forward pass; accumulation follows from it."""
     activation_checkpointing: bool = False
     """Recompute block activations in the backward pass: less memory, about a third more FLOPs."""
@@ -76,18 +76,16 @@ class EngineSettings(Section):
     """Compile each block and pixel normalisation with torch.compile, which takes minutes on a new
     node. Not with ZeRO 3, whose hooks break the blocks apart. auto: on GPU. On CPU it needs a C++
     compiler."""
-    timeout_min: float = Field(default=10.0, gt=0)
+    timeout_min: PositiveFloat = 10.0
     """A collective that takes longer ends the run, and so does a rank without a heartbeat."""
-    profile_steps: int = Field(default=0, ge=0)
+    profile_steps: NonNegativeInt = 0
     """Steps to trace with torch's profiler, after the first five: RUN/profile.json on rank 0."""
-    num_threads: int | None = Field(default=None, gt=0)
+    num_threads: PositiveInt | None = None
     """CPU threads per rank; null: those of its SLURM task, else the usable cores divided among the
     ranks of the node; at most OMP_NUM_THREADS."""
 
 
-def raw_problems(
-    raw: Mapping[str, Any], *, engine: EngineSettings
-) -> Iterator[tuple[str, str]]:
+def raw_problems(raw: Mapping[str, Any], *, engine: EngineSettings) -> Problems:
     """Raw DeepSpeed keys that nothing would read or that our settings own, as (key, problem)."""
     for key, value in raw.items():
         where = f"deepspeed.{key}"
@@ -118,7 +116,7 @@ def raw_problems(
         yield "deepspeed.communication_data_type", what
 
 
-def _problems_of_known(name: str, engine: EngineSettings) -> Iterator[tuple[str, str]]:
+def _problems_of_known(name: str, engine: EngineSettings) -> Problems:
     """name: a key that DeepSpeed has, or `GROUP.KEY`."""
     if name in REFUSED_RAW_KEYS:
         yield f"deepspeed.{name}", REFUSED_RAW_KEYS[name]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from PIL import Image
-from pydantic import Field, ValidationError
+from pydantic import PositiveInt, ValidationError
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -89,7 +89,7 @@ class Model(nn.Module):
 class _Arguments(Run):
     weights: Literal["auto", "model", "ema"]
     model: ModelSettings | None
-    image_size: int | None = Field(gt=0)
+    image_size: PositiveInt | None
 
 
 def load_model(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import PositiveInt
 
 from vitscale.evaluation.evaluation import (
     Outputs,
@@ -25,7 +25,7 @@ class ConfusionSettings(SettingsBase):
     name: Literal["confusion"] = "confusion"
     """Metric: val/worst_classes_top1, the mean of the worst classes. File: confusion.csv (cells of
     the matrix that are not 0, the most frequent confusions first)."""
-    num_classes: int = Field(default=10, gt=0)
+    num_classes: PositiveInt = 10
     """Number of worst classes."""
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field
+from pydantic import PositiveInt
 
 from vitscale.config.errors import UserError
 from vitscale.config.outside import csv_cell
@@ -42,7 +42,7 @@ Output = Literal["logits", "features", "representation", "blocks"]
 
 
 class SettingsBase(NamedSection):
-    every_steps: int | None = Field(default=None, gt=0)
+    every_steps: PositiveInt | None = None
     """Steps between two evaluations; null: after the last step only."""
 
 

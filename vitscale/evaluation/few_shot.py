@@ -7,10 +7,10 @@ images, D width, C classes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from vitscale.evaluation.evaluation import Output, Probe, SettingsBase, Share, Subject
 
@@ -25,14 +25,14 @@ class FewShotSettings(SettingsBase):
     name: Literal["few_shot"] = "few_shot"
     """Metrics of every K in `shots`: val/few_shotK_top1, the mean over draws, and
     val/few_shotK_std, their standard deviation."""
-    shots: tuple[Annotated[int, Field(gt=0)], ...] = Field(
+    shots: tuple[PositiveInt, ...] = Field(
         default=(1, 5, 10, 25), min_length=1, strict=False
     )
     """Training images per class. Those of a draw are nested; a class with fewer gives all it
     has."""
-    num_draws: int = Field(default=3, gt=0)
+    num_draws: PositiveInt = 3
     """Draws of training images, seeded 0, 1, 2, ..."""
-    l2: float = Field(default=2.0**10, gt=0)
+    l2: PositiveFloat = 2.0**10
     """Penalty on the squared weights of standardised features."""
 
 

@@ -6,11 +6,12 @@ in the bank, D width, K neighbours, C classes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import PositiveFloat, PositiveInt
 
+from vitscale.config.section import Items
 from vitscale.evaluation.evaluation import Probe, SettingsBase, Share, Subject
 
 if TYPE_CHECKING:
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 class KnnSettings(SettingsBase):
     name: Literal["knn"] = "knn"
     """Metrics: val/knn_top1, and val/knnK_top1 for each K of `also_k`."""
-    k: int = Field(default=20, gt=0)
+    k: PositiveInt = 20
     """Neighbours that vote."""
-    also_k: tuple[Annotated[int, Field(gt=0)], ...] = Field(default=(), strict=False)
+    also_k: Items[PositiveInt] = ()
     """Further numbers of neighbours, from the same search. DINOv2: [10, 20, 100, 200]."""
-    temperature: float = Field(default=0.07, gt=0)
+    temperature: PositiveFloat = 0.07
     """A neighbour of cosine similarity s votes with weight exp(s / temperature)."""
-    max_bank_images: int | None = Field(default=50_000, gt=0)
+    max_bank_images: PositiveInt | None = 50_000
     """Training images to search, evenly spaced over the training set; null: all of it. Every rank
     holds their features."""
 

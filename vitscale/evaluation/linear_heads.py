@@ -13,10 +13,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from vitscale.config.errors import UserError
 from vitscale.distributed.random_numbers import permutation, stream_key
@@ -41,13 +41,13 @@ class LinearHeadsSettings(SettingsBase):
     """Metrics: val/linear_top1 of the best head, val/linear_dev_top1, by which it was chosen,
     val/linear_lr, its learning rate, and val/linear_lr_at_end, 1 if that is the first or the last
     of the list."""
-    learning_rates: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+    learning_rates: tuple[PositiveFloat, ...] = Field(
         default=RATES, min_length=1, strict=False
     )
     """One head each; for a batch of 256, scaled with the batch."""
-    steps: int = Field(default=12_500, gt=0)
+    steps: PositiveInt = 12_500
     """Steps of SGD, momentum 0.9, cosine to zero; 12,500 as DINOv2 does for ImageNet."""
-    batch: int = Field(default=1024, gt=0)
+    batch: PositiveInt = 1024
     """Images per step over all ranks; at most the training set."""
     dev_fraction: float = Field(default=0.1, gt=0, lt=1)
     """Share of the training set that is not trained on but chooses the best head."""
@@ -55,7 +55,7 @@ class LinearHeadsSettings(SettingsBase):
     """features: what the model's head sees. blocks: four inputs for each rate, the class token of
     the last block or of the last four, with and without the mean patch token, as DINOv2; ViTs with
     a class token only."""
-    seed: int = Field(default=0, ge=0)
+    seed: NonNegativeInt = 0
     """Seed of the first weights, the order of the images, and the part that chooses."""
 
 

@@ -106,7 +106,7 @@ def image_numbers(index: SplitIndex) -> np.ndarray:
         if match is None or not 1 <= int(match[1]) <= NUM_IMAGES:
             raise UserError(
                 f"real_labels: the key {key!r} has no name such as ILSVRC2012_val_00000293",
-                where=str(index.folder),
+                where=index.folder,
                 allowed="ImageNet's validation images under their original names",
                 next_step="make the shards from the original files, or remove real_labels",
             )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vitscale.config.section import NAME, choice_of
+from vitscale.config.section import NAME, Problems, choice_of
 from vitscale.evaluation.classification import Classification
 from vitscale.evaluation.confusion import Confusion
 from vitscale.evaluation.evaluation import (
@@ -51,7 +51,7 @@ def groups_of_names(value: Any) -> Any:
     return [{NAME: item.strip()} if isinstance(item, str) else item for item in value]
 
 
-def listed_twice(evaluations: Sequence[SettingsBase]) -> Iterator[tuple[str, str]]:
+def listed_twice(evaluations: Sequence[SettingsBase]) -> Problems:
     """Yield a problem for each evaluation whose metrics would replace those of another one."""
     counts = Counter(settings.name for settings in evaluations)
     for name in sorted(name for name, count in counts.items() if count > 1):

@@ -417,7 +417,7 @@ def _read_config(
 
     raise UserError(
         f"does not describe the model of {checkpoint.folder} ({reason})",
-        where=str(path),
+        where=path,
         next_step="keep the checkpoint in its run folder, with the run's config.yaml",
     )
 
@@ -432,7 +432,7 @@ def takes_average(checkpoint: Checkpoint, choice: str) -> bool:
     if choice == "ema" and not has_average:
         raise UserError(
             "this checkpoint contains no averaged weights",
-            where=str(checkpoint.folder),
+            where=checkpoint.folder,
             allowed="init_weights: auto, model",
             next_step="set init_weights=auto, or train with optim.ema",
         )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vitscale.config.section import Section
+from vitscale.config.section import Pair, Section
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -54,7 +54,7 @@ class JitterSettings(Occasional):
 class BlurSettings(Occasional):
     """Gaussian blur of 9 x 9 pixels; null: none."""
 
-    sigma: tuple[float, float] = Field(default=(0.1, 2.0), strict=False)
+    sigma: Pair = (0.1, 2.0)
     """Range of the standard deviation, in pixels."""
 
 

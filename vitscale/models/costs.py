@@ -39,6 +39,11 @@ def num_parameters(arch: ViTSettings) -> int:
     return patch + tokens + arch.depth * block_parameters(arch) + last_norm + head
 
 
+def feature_width(arch: ViTSettings) -> int:
+    """Width of the pooled features, which a head reads."""
+    return arch.feature_width
+
+
 def block_parameters(arch: ViTSettings) -> int:
     d = arch.width
     a = arch.attention_width
@@ -177,6 +182,9 @@ def memory_estimate(
 
     count = costs.num_parameters(arch)
     parameters = on_one_rank(count * weight_bytes, sharded_from=3)
+    if getattr(costs, "has_teacher", False):
+        # Whole on every rank, in the precision of the forward pass.
+        parameters += count * (4 if precision == "fp32" else 2)
     if zero_stage == 3:
         parameters += weight_bytes * min(count, GATHERED_AHEAD)
     if is_low:

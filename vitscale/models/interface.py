@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitscale.config.errors import UserError, not_written
+from vitscale.distributed.random_numbers import GOLDEN, stream_key
 
 # timm imports wandb where it is installed, which takes a third of a second at every start.
 _hidden = sys.modules.setdefault("wandb", None) is None  # type: ignore[arg-type]  # so Python marks it
@@ -81,6 +82,36 @@ def classify_in_fp32(*lasts: nn.Module) -> None:
         last.__class__ = kinds.get(type(last), type(last))
 
 
+def tokens_of(
+    model: Any,
+    images_B3SS: torch.Tensor,
+    *,
+    masked_BL: torch.Tensor | None = None,
+    mask_token_D: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pooled features [B, width], and the patches after the last norm [B, L, width].
+
+    masked_BL, bool: the patches whose embedding the mask token replaces, before positions are
+    added, for models with a `patch_embed`.
+    """
+    hooks = []
+    if masked_BL is not None:
+
+        def replace(_: Any, __: Any, patches: torch.Tensor) -> torch.Tensor:
+            # Some models of timm keep rows and columns apart.
+            is_masked = masked_BL.view(*patches.shape[:-1], 1)
+            return torch.where(is_masked, mask_token_D, patches)
+
+        hooks.append(model.patch_embed.register_forward_hook(replace))
+    try:
+        tokens_BLD = model.forward_features(images_B3SS)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    features_BD = model.forward_head(tokens_BLD, pre_logits=True)
+    return features_BD, tokens_BLD[:, model.num_prefix_tokens :]
+
+
 def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Round a model that is not trained, as ZeRO rounds one in training.
 
@@ -110,9 +141,6 @@ def compile_each(blocks: Iterable[nn.Module], *, backend: str) -> None:
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_VARIANTS)
     for block in blocks:
-        for name, module in list(block.named_modules()):
-            if isinstance(module, DropPath):
-                block.set_submodule(name, SharedDropPath(module.drop_prob))
         block.compile(dynamic=False, backend=backend)
 
 
@@ -137,31 +165,75 @@ def private_folder() -> Path:
     ):
         raise UserError(
             "is not a folder that only you can use",
-            where=str(folder),
+            where=folder,
             next_step="remove it, or set TMPDIR to another folder",
         )
     return folder
 
 
-class SharedDropPath(nn.Module):
-    """timm's drop path with its rate in a tensor: torch compiles a number into the code."""
+class DropPathByPosition(nn.Module):
+    """timm's drop path, whose masks are a function of the positions of the images in training.
+
+    So they are the same on any number of ranks and micro-batches, and when activations are
+    recomputed. Rate and key are tensors: torch would compile numbers into the code.
+    """
 
     rate: torch.Tensor
+    key: torch.Tensor
+    positions: torch.Tensor
+    """int64 [B]: of the images of a micro-batch, whose views lie side by side."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, drop_prob: float, key: int) -> None:
         super().__init__()
-        # An integer, which is not rounded when a model is cast to bf16.
-        units = torch.tensor(round(rate * RATE_UNITS), dtype=torch.int32)
+        self.drop_prob = drop_prob
+        # Integers, which are not rounded when a model is cast to bf16.
+        units = torch.tensor(round(drop_prob * RATE_UNITS), dtype=torch.int32)
         self.register_buffer("rate", units, persistent=False)
+        self.register_buffer("key", torch.tensor(signed(key)), persistent=False)
+        self.register_buffer("positions", torch.zeros(1).long(), persistent=False)
 
-    def forward(self, tokens_BTD: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens_NTD: torch.Tensor) -> torch.Tensor:
         """Set some samples to 0 and divide the others by the share kept, in training."""
         if not self.training:
-            return tokens_BTD
-        keep = 1 - self.rate.float() / RATE_UNITS
-        shape = (tokens_BTD.shape[0],) + (1,) * (tokens_BTD.ndim - 1)
-        mask_B11 = (torch.rand(shape, device=tokens_BTD.device) < keep) / keep
-        return tokens_BTD * mask_B11.to(tokens_BTD.dtype)
+            return tokens_NTD
+        num_rows = tokens_NTD.shape[0]
+        num_views = num_rows // len(self.positions)
+
+        # The same numbers as `uniform_rows` makes on a host.
+        golden = signed(GOLDEN)
+        views_V = torch.arange(1, num_views + 1, device=tokens_NTD.device)
+        starts_B = _mixed(self.key + (self.positions + 1) * golden)
+        draws_N = _mixed(starts_B[:, None] + views_V * golden).flatten()
+
+        is_kept_N = _shifted(draws_N, 40) >= self.rate
+        mask_N = is_kept_N / (1 - self.rate.float() / RATE_UNITS)
+        shape = (num_rows,) + (1,) * (tokens_NTD.ndim - 1)
+        return tokens_NTD * mask_N.view(shape).to(tokens_NTD.dtype)
+
+
+def signed(word: int) -> int:
+    """64 bits as torch has them."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's output function, as `random_numbers.mix`, of int64 in place of uint64."""
+    words = (words ^ _shifted(words, 30)) * signed(0xBF58476D1CE4E5B9)
+    words = (words ^ _shifted(words, 27)) * signed(0x94D049BB133111EB)
+    return words ^ _shifted(words, 31)
+
+
+def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right, with zeros at the left where torch copies the sign."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def drop_by_position(model: nn.Module, *, seed: int) -> None:
+    """Replace timm's drop paths in place; each has masks of its own."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, DropPath):
+            key = stream_key("drop path", seed, name)
+            model.set_submodule(name, DropPathByPosition(module.drop_prob, key))
 
 
 def refuse_misfits(

@@ -5,12 +5,11 @@ Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from vitscale.config.section import NamedSection
+from vitscale.config.section import NamedSection, Problems
 
 if TYPE_CHECKING:
     Number = int
@@ -113,7 +112,7 @@ class ViTSettings(Architecture):
     """Number of blocks."""
     num_heads: Number = NULL
     """Attention heads of a block; they divide `width` unless `head_width` is given."""
-    head_width: int | None = Field(default=None, gt=0)
+    head_width: PositiveInt | None = None
     """Channels of an attention head; null: `width` / `num_heads`."""
     mlp_width: Number = NULL
     """Hidden channels of a block's MLP."""
@@ -128,7 +127,7 @@ class ViTSettings(Architecture):
     attention, but no head reads it (MAE's fine-tuning)."""
     pool_norm: bool = False
     """With pool=gap: one norm after the mean instead of before it, named fc_norm (MAE, BEiT)."""
-    num_registers: int = Field(default=0, ge=0)
+    num_registers: NonNegativeInt = 0
     """Learned tokens after the class token; no head reads them. Darcet et al. 2024."""
     distillation_token: bool = False
     """A second token, with a position and a classifier of its own, for objective.name=distillation.
@@ -148,9 +147,9 @@ class ViTSettings(Architecture):
     """A tanh layer before the head; dropped on transfer. Dosovitskiy et al. 2021, sec. 3.1."""
     gelu: Literal["tanh", "erf"] = "tanh"
     """Flax, hence the papers' weights, use the tanh approximation; timm and PyTorch use erf."""
-    layer_norm_eps: float = Field(default=1e-6, gt=0)
+    layer_norm_eps: PositiveFloat = 1e-6
     """Flax and timm 1e-6, PyTorch 1e-5."""
-    layer_scale: float | None = Field(default=None, gt=0)
+    layer_scale: PositiveFloat | None = None
     """Start of a learned factor per channel on every branch. Touvron et al. 2022 (DeiT-III)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """After position embeddings and every dense layer except QKV."""
@@ -284,7 +283,7 @@ class ViTSettings(Architecture):
     def summary(self) -> str:
         return f"{self.num_tokens} tokens"
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         if self.preset is not None and not self.preset_numbers():
             yield (
                 "model.preset",
@@ -306,7 +305,7 @@ class ViTSettings(Architecture):
         yield from self._token_problems()
         yield from self._grid_problems(numbers["patch_size"])
 
-    def _width_problems(self, numbers: dict[str, int]) -> Iterator[tuple[str, str]]:
+    def _width_problems(self, numbers: dict[str, int]) -> Problems:
         """Numbers that do not divide the width."""
         width = numbers["width"]
         heads = numbers["num_heads"]
@@ -325,7 +324,7 @@ class ViTSettings(Architecture):
                 "set positions=learned or another width",
             )
 
-    def _grid_problems(self, patch: int) -> Iterator[tuple[str, str]]:
+    def _grid_problems(self, patch: int) -> Problems:
         """Images that are no whole number of patches."""
         side = self.image_size
         if side < patch:
@@ -341,7 +340,7 @@ class ViTSettings(Architecture):
                 f"nearest: {below} or {below + patch}",
             )
 
-    def _token_problems(self) -> Iterator[tuple[str, str]]:
+    def _token_problems(self) -> Problems:
         """Tokens and pools that do not go together."""
         if self.pool not in PATCH_POOLS and self.class_token is False:
             yield (
@@ -430,7 +429,7 @@ class TimmSettings(Architecture):
         keys = ("name", "image_size", "num_classes", "model", "arguments")
         return {key: getattr(self, key) for key in keys}
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         # Two places for one setting could contradict each other.
         for name in self.arguments:
             if name in SETTINGS:

@@ -21,7 +21,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale.config.errors import UserError, nearest
-from vitscale.models.interface import classify_in_fp32, compile_each, refuse_misfits
+from vitscale.models.interface import (
+    classify_in_fp32,
+    compile_each,
+    drop_by_position,
+    refuse_misfits,
+    tokens_of,
+)
 from vitscale.models.settings import TimmSettings
 
 # Counters of BatchNorm, which evaluation does not read; some files lack them.
@@ -42,10 +48,13 @@ class TimmModel(nn.Module):
         self, images_B3SS: torch.Tensor, *, output: str = "logits", **inputs: Any
     ) -> Any:
         """output: `logits` [B, classes]; `features` [B, width], what the last layer sees;
-        `objective`: what the objective's module predicts from the images and `inputs`.
+        `tokens`: of `tokens_of`, for models that keep tokens; `objective`: what the objective's
+        module predicts from the images and `inputs`.
         """
         if output == "objective":
             return self.objective(self, images_B3SS, **inputs)
+        if output == "tokens":
+            return tokens_of(self, images_B3SS, **inputs)
         assert output in self.known_outputs and not inputs, (output, *inputs)
         # Convolutions on GPUs are faster so, and every layer keeps the layout.
         if images_B3SS.is_cuda:
@@ -133,6 +142,7 @@ def build_model(arch: TimmSettings, *, seed: int) -> TimmModel:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = _create(arch)
+        drop_by_position(model, seed=seed)
         for last in map(model.get_submodule, model.classifiers):
             if isinstance(last, nn.Linear | nn.Conv2d) and last.bias is not None:
                 nn.init.normal_(last.weight, std=arch.head_std)
@@ -200,6 +210,7 @@ class _Measured(NamedTuple):
     num_parameters: int
     forward_flops: int
     """FLOPs of one image."""
+    feature_width: int
     layers_above: dict[str, int] | None
     """Per parameter; None if timm does not define layers for this model."""
 
@@ -235,11 +246,18 @@ def _measured(arch: TimmSettings) -> _Measured:
         last = max(groups.values())
         layers = {name: last - layer for name, layer in groups.items()}
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return _Measured(num_parameters, counter.get_total_flops(), layers)
+    return _Measured(
+        num_parameters, counter.get_total_flops(), model.head_hidden_size, layers
+    )
 
 
 def num_parameters(arch: TimmSettings) -> int:
     return _measured(arch).num_parameters
+
+
+def feature_width(arch: TimmSettings) -> int:
+    """Width of the pooled features, which a head reads."""
+    return _measured(arch).feature_width
 
 
 def train_flops_per_image(arch: TimmSettings) -> int:

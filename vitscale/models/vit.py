@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,12 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from vitscale.models.initialization import POSITION_STD, initialize, last_layers
-from vitscale.models.interface import classify_in_fp32, compile_each
+from vitscale.models.interface import (
+    classify_in_fp32,
+    compile_each,
+    drop_by_position,
+    tokens_of,
+)
 from vitscale.models.positions import FIXED_POSITIONS
 from vitscale.models.settings import ViTSettings
 
@@ -71,11 +77,13 @@ class ViT(VisionTransformer):
     ) -> Any:
         """output: `logits` [B, num_classes]; `features` [B, width], pooled, before the whole head,
         so also before a representation layer; `representation` [B, width], after that layer;
-        `blocks`: of `block_features`; `objective`: what the objective's module predicts from the
-        images and `inputs`.
+        `blocks`: of `block_features`; `tokens`: of `tokens_of`, which takes inputs;
+        `objective`: what the objective's module predicts from the images and `inputs`.
         """
         if output == "objective":
             return self.objective(self, images_B3SS, **inputs)
+        if output == "tokens":
+            return tokens_of(self, images_B3SS, **inputs)
         assert output in self.known_outputs and not inputs, (output, *inputs)
         if output == "blocks":
             return self.block_features(images_B3SS)
@@ -117,6 +125,20 @@ class ViT(VisionTransformer):
         patches_BLD = blocks[-1][0]
         tokens = [prefix_BPD[:, 0] for _, prefix_BPD in reversed(blocks)]
         return torch.cat([*tokens, patches_BLD.mean(dim=1)], dim=1)
+
+    def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
+        """Add positions and prefix tokens to patches [B, L, width].
+
+        Images of another size than the model's, such as smaller views, are square; timm resamples
+        the positions for them.
+        """
+        grid = self.patch_embed.grid_size
+        num_patches = x.shape[1]
+        if num_patches != self.patch_embed.num_patches:
+            side = math.isqrt(num_patches)
+            grid = (side, side)
+        tokens_BLD: torch.Tensor = super()._pos_embed(x.unflatten(1, grid))
+        return tokens_BLD
 
     def pool(self, x: torch.Tensor, pool_type: str | None = None) -> torch.Tensor:
         """Tokens [B, L, width] -> what the head sees."""
@@ -227,6 +249,9 @@ def build_model(arch: ViTSettings, *, seed: int) -> ViT:
         act_layer=activation,
     )
     model.patch_embed.proj.__class__ = PatchProduct
+    # For views of other sizes.
+    model.patch_embed.strict_img_size = False
+    model.dynamic_img_size = True  # type: ignore[misc]  # final for scripts
 
     # Heads that timm does not have.
     if arch.pool == "cls_mean":
@@ -245,6 +270,8 @@ def build_model(arch: ViTSettings, *, seed: int) -> ViT:
         for block in model.blocks:
             block.drop_path1 = DropPath(arch.drop_path)
             block.drop_path2 = DropPath(arch.drop_path)
+
+    drop_by_position(model, seed=seed)
 
     # Only now are all modules there that need initial values.
     position_std = POSITION_STD

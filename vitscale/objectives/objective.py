@@ -8,13 +8,13 @@ pretrain/objectives/.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from vitscale.config.errors import UserError
-from vitscale.config.section import NamedSection, Section
+from vitscale.config.section import NamedSection, Problems, Section
 from vitscale.evaluation.classification import ClassificationSettings
 from vitscale.evaluation.evaluation import SettingsBase
 from vitscale.evaluation.registry import EVALUATIONS
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vitscale.data.loader import Batch
+    from vitscale.data.settings import ViewSettings
     from vitscale.distributed.world import World
     from vitscale.engine.engine import Engine
     from vitscale.engine.settings import EngineSettings
@@ -46,16 +47,27 @@ class Objective:
     couples: ClassVar[bool] = False
     """Whether `loss` compares the images of a global batch, of all ranks: none is accumulated."""
 
-    def __init__(self, settings: Any, *, seed: int) -> None:
-        """settings: an instance of `Settings`. seed: the run's, for draws by position."""
+    has_teacher: ClassVar[bool] = False
+    """Whether `loss` asks `engine.teacher`, which has the average of the weights."""
+    step = 0
+    """Number of the step that is trained, from 0."""
+
+    def __init__(
+        self, settings: Any, *, seed: int, views: Sequence[ViewSettings] = ()
+    ) -> None:
+        """settings: an instance of `Settings`. seed: the run's, for draws by position.
+
+        views: of each image, `data.views`.
+        """
         self.settings = settings
         self.seed = seed
+        self.views = views
         self.recorded: dict[str, torch.Tensor] = {}
         """Further metrics of the last micro-batch; the log shows their means."""
         self.messages: list[str] = []
         """Lines for the start of the log."""
 
-    def problems(self, run: TrainingRun) -> Iterator[tuple[str, str]]:
+    def problems(self, run: TrainingRun) -> Problems:
         """Conflicts with other settings of the run, as (dotted key, what is wrong, what to do)."""
         # Settings know their own conflicts, but not those with the rest of the run.
         yield from self.settings.problems()
@@ -70,6 +82,11 @@ class Objective:
             yield (
                 "data.repeats",
                 "an image would be compared with itself; set it to 1",
+            )
+        if self.has_teacher and run.optim.ema is None:
+            yield (
+                "optim.ema",
+                f"is the teacher of {self.settings.name}; set it, as in {{decay: 0.996}}",
             )
         if self.trains_classifier:
             return
@@ -148,6 +165,14 @@ class Objective:
         alone. Transfer leaves out this module's tensors.
         """
 
+    def part_of(self, name: str) -> str:
+        """The part of the model that has this parameter, for `rate_factor`."""
+        return ""
+
+    def rate_factor(self, part: str) -> float:
+        """Factor of the learning rate of a part at `step`; 0: it stays as it is."""
+        return 1.0
+
     def num_parameters(self, arch: Architecture) -> int:
         """Exact count of trained values, with those that this objective adds."""
         return int(costs_of(arch).num_parameters(arch))
@@ -176,6 +201,10 @@ class Objective:
     def record(self, name: str, value: torch.Tensor) -> None:
         """Add a scalar of this micro-batch to the mean of a metric, by its full name."""
         self.recorded[name] = value
+
+    def warning(self, means: Mapping[str, float]) -> str | None:
+        """What the log says of an interval, from its metrics; None: nothing."""
+        return None
 
     def draw(self, session: Any) -> None:
         """Draw PNG files after the last step, in `session.folder`/pictures.
@@ -229,7 +258,7 @@ class SupervisedSettings(NamedSection):
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of the target spread evenly over all classes; softmax and sigmoid only."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         if self.label_smoothing and self.loss == "bce":
             yield (
                 "objective.label_smoothing",
@@ -280,10 +309,10 @@ class DistillationSettings(SupervisedSettings):
     """hard: cross-entropy with the teacher's class. soft: divergence from its probabilities."""
     alpha: float = Field(default=0.5, gt=0, lt=1)
     """Share of the teacher in the loss. DeiT 0.5 (hard) and 0.1 (soft)."""
-    tau: float = Field(default=1.0, gt=0)
+    tau: PositiveFloat = 1.0
     """soft only: temperature of both softmaxes. DeiT's paper 3, its code 1."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         yield from super().problems()
         if self.kind == "hard" and self.tau != 1.0:
             yield ("objective.tau", "has no effect on hard distillation; set it to 1")

@@ -24,8 +24,10 @@ def optimizer_groups(
     settings: OptimSettings,
     decayed: Callable[[str, torch.Tensor], bool],
     layers_above: Callable[[str], int],
+    part_of: Callable[[str], str] = lambda name: "",
 ) -> list[dict[str, Any]]:
-    """Groups by `lr_scale` (see `Engine.set_learning_rate`), each split into decayed and not.
+    """Groups by `lr_scale` (see `Engine.set_learning_rate`) and `part_of` the model, each split
+    into decayed and not.
 
     Parameters that need no gradient are in none. Never an empty one, on which some optimisers fail.
     `layers_above` a parameter: 0 for the head, depth + 1 for the embedding; the numbering of BEiT
@@ -33,7 +35,7 @@ def optimizer_groups(
     multiplies it by (schedule * peak * lr_scale), of which big_vision (optax.py: rates, then decay,
     then schedule) keeps the schedule alone; the rest is divided out here.
     """
-    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    groups: dict[tuple[float, bool, str], dict[str, Any]] = {}
     for name, parameter in named:
         if not parameter.requires_grad:
             continue
@@ -50,8 +52,16 @@ def optimizer_groups(
             if settings.weight_decay_mode == "independent":
                 decay /= settings.lr * scale
 
-        group = {"params": [], "weight_decay": decay, "lr_scale": scale}
-        groups.setdefault((scale, not is_decayed), group)["params"].append(parameter)
+        part = part_of(name)
+        group = {
+            "params": [],
+            "weight_decay": decay,
+            "full_decay": decay,
+            "lr_scale": scale,
+            "part": part,
+        }
+        key = (scale, not is_decayed, part)
+        groups.setdefault(key, group)["params"].append(parameter)
 
     # Sorted: rates rise from the embedding to the head, decayed before not decayed.
     return [groups[key] for key in sorted(groups)]

@@ -6,13 +6,13 @@ Needs no torch. A new optimiser is an entry of `OPTIMIZERS` and a branch of `bui
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from vitscale.config.section import Section
+from vitscale.config.section import Items, Pair, Problems, Section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +50,11 @@ SCHEDULES: dict[str, Callable[[float, tuple[float, ...]], float]] = {
 }
 
 
+def cosine(start: float, end: float, progress: float) -> float:
+    """From `start` to `end`, by half a cosine; progress: share of the way in [0, 1]."""
+    return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+
+
 class EmaSettings(Section):
     """Exponential moving average of the weights."""
 
@@ -59,12 +64,21 @@ class EmaSettings(Section):
     warmup: bool = True
     """Keep at most (1 + n) / (10 + n) at step n, so that a short run's average is not its start.
     Published recipes do without."""
+    final_decay: float | None = Field(default=None, ge=0, le=1)
+    """What it keeps at the last step; a cosine leads there from `decay`. DINO: 0.996 to 1. null:
+    `decay`."""
 
-    def decay_at(self, step: int) -> float:
-        """What is kept at the `step`-th step, the first being 1."""
+    def decay_at(self, step: int, total_steps: float = math.inf) -> float:
+        """What is kept at the `step`-th of all steps, the first being 1.
+
+        Without a number of steps it is that of a run without end: always the first decay.
+        """
+        decay = self.decay
+        if self.final_decay is not None:
+            decay = cosine(decay, self.final_decay, (step - 1) / total_steps)
         if self.warmup:
-            return min(self.decay, (1 + step) / (10 + step))
-        return self.decay
+            return min(decay, (1 + step) / (10 + step))
+        return decay
 
 
 class OptimSettings(Section):
@@ -72,10 +86,13 @@ class OptimSettings(Section):
 
     name: Literal[tuple(OPTIMIZERS)] = "adamw"  # type: ignore[valid-type]
     """lamb needs full-tensor norms, which ZeRO 1 to 3 shard: set engine.zero_stage=0."""
-    lr: float = Field(gt=0)
+    lr: PositiveFloat
     """Peak learning rate at the configured global batch; never rescaled automatically."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW scale (times the learning rate). On kernels only: no bias, norm, token, position."""
+    final_weight_decay: float | None = Field(default=None, ge=0)
+    """Weight decay at the last step; a cosine leads there from `weight_decay`. DINO: 0.04 to 0.4.
+    null: `weight_decay`."""
     weight_decay_mode: Literal["coupled", "independent"] = "coupled"
     """coupled: a step decays by its learning rate times `weight_decay` (torch). independent: by
     (its learning rate / the peak) times `weight_decay` (big_vision), whatever the peak and the
@@ -83,18 +100,26 @@ class OptimSettings(Section):
     layer_decay: float = Field(default=1.0, gt=0, le=1)
     """Learning rate of a layer over that of the layer above it; head 1, patch embedding
     layer_decay ** (depth + 1). For fine-tuning (BEiT, MAE); 1: the same rate everywhere."""
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
+    betas: Pair = (0.9, 0.999)
     """Decay per step of the first and second moment; adamw and lamb."""
-    eps: float = Field(default=1e-8, gt=0)
+    eps: PositiveFloat = 1e-8
     """Added to the root of the second moment; adamw and lamb."""
     momentum_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of adamw's first moment. bf16 saves 2 bytes a parameter (big_vision, AugReg)."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """sgd only."""
-    clip_norm: float | None = Field(default=None, gt=0)
+    clip_norm: PositiveFloat | None = None
     """Global gradient norm above which gradients are scaled down; null: never."""
     ema: EmaSettings | None = None
     """Keep an average of the weights, evaluate it, and start transfers from it; null: none."""
+
+    def decay_factor(self, step: int, total_steps: int) -> float:
+        """Factor of `weight_decay` at a step, the first being 0."""
+        if self.final_weight_decay is None:
+            return 1.0
+        progress = step / total_steps
+        decay = cosine(self.weight_decay, self.final_weight_decay, progress)
+        return decay / self.weight_decay
 
     @property
     def state_bytes_per_parameter(self) -> int:
@@ -103,12 +128,12 @@ class OptimSettings(Section):
         return 4 * len(OPTIMIZERS[self.name].state_names) - saved
 
 
-def optim_problems(
-    optim: OptimSettings, *, zero_stage: int
-) -> Iterator[tuple[str, str]]:
+def optim_problems(optim: OptimSettings, *, zero_stage: int) -> Problems:
     """Combinations that would be ignored or wrong."""
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield "optim.betas", f"{optim.betas} must both be at least 0 and below 1"
+    if optim.final_weight_decay is not None and not optim.weight_decay:
+        yield "optim.final_weight_decay", "needs optim.weight_decay; set it above 0"
     fields = type(optim).model_fields
     for key in fields:
         users = [name for name, kind in OPTIMIZERS.items() if key in kind.settings]
@@ -127,17 +152,17 @@ def optim_problems(
 class ScheduleSettings(Section):
     """Length of the run and learning rate over its steps."""
 
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: PositiveFloat | None = None
     """Passes over the training split; give this or `steps`."""
-    steps: int | None = Field(default=None, gt=0)
+    steps: PositiveInt | None = None
     """Optimiser steps; give this or `epochs`."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: NonNegativeInt = 0
     """Linear rise from 0 to the peak."""
     warmup_epochs: float = Field(default=0.0, ge=0)
     """The same in passes over the training split (DeiT, MAE); give at most one of the two."""
     decay: Literal[tuple(SCHEDULES)] = "cosine"  # type: ignore[valid-type]
     """Curve after the warm-up. drops: divided by 10 at each of `drops_at` (BiT)."""
-    drops_at: tuple[float, ...] = Field(default=(), strict=False)
+    drops_at: Items[float] = ()
     """drops only: shares of all steps, warm-up included, in increasing order."""
     decay_from: Literal["start", "warmup_end"] = "warmup_end"
     """cosine and linear only. start: the curve begins at step 0 and the warm-up replaces its first
@@ -148,7 +173,7 @@ class ScheduleSettings(Section):
     """constant only: the last share of all steps, which brings the rate to `final_lr` linearly."""
 
 
-def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
+def schedule_problems(schedule: ScheduleSettings) -> Problems:
     """Combinations in which a setting could have no effect."""
     decay = f"schedule.decay={schedule.decay}"
     at = schedule.drops_at

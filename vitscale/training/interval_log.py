@@ -45,6 +45,8 @@ WINDOW = 100
 # Most samples that are named: unreadable ones, and those of a skipped update.
 UNREADABLE_SHOWN = 10
 NAMES_SHOWN = 8
+# Of all steps, before an objective is asked for warnings.
+WARM_SHARE = 0.05
 
 Say = Callable[[str], None]
 # Names of samples, given as (position in the training set's parts, sample).
@@ -295,6 +297,8 @@ class IntervalLog:
     say: Say
     profile: Callable[[], None]
     """Called after every step."""
+    warning: Callable[[Mapping[str, float]], str | None]
+    """What an objective says of the metrics of an interval."""
 
     def __post_init__(self) -> None:
         world = self.engine.world
@@ -322,6 +326,7 @@ class IntervalLog:
         # The clock of the first step, which starts workers and compiles. It counts for the
         # throughput only where its interval has no other step.
         self._first: _Clock | None = None
+        self._last_warning: str | None = None
 
     def add_batch(self, batch: Batch) -> None:
         self._clock.num_images += len(batch.labels)
@@ -394,6 +399,14 @@ class IntervalLog:
             f"step {step}/{steps} loss {loss:.4f} lr {lr:.1e} img/s {speed:.0f} "
             f"wait {wait:.0%} eta {eta}"
         )
+        # In the first steps all images still look alike.
+        warning = None
+        if step > WARM_SHARE * steps:
+            warning = self.warning(metrics)
+        if warning is not None and warning != self._last_warning:
+            self.say(f"step {step}: {warning}")
+        self._last_warning = warning
+
         # Last, since it may end the run: the line before it shows how far it came.
         self._skipped.update(health, step=step, loss_scale=scale)
 

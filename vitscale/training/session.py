@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -117,7 +118,7 @@ def open_session(
 
 
 def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
-    """Make dropout and drop path a function of the position in training: no state to save."""
+    """Make dropout a function of the place in training: no state to save."""
     number = stream_key("step", seed, step, micro_step, rank) >> 1
 
     # torch.manual_seed would read the source files of all callers at each call, to defer CUDA.
@@ -391,6 +392,7 @@ class TrainingSession:
             tracker=stack.enter_context(tracker),
             say=say,
             profile=stack.enter_context(profile),
+            warning=self.objective.warning,
         )
 
     def _facts(self) -> str:
@@ -435,7 +437,12 @@ class TrainingSession:
                 warmup_steps=plan.warmup_steps,
                 cooldown_steps=plan.cooldown_steps,
             )
-            self.engine.set_learning_rate(self.lr)
+            self.objective.step = step
+            self.engine.set_learning_rate(
+                self.lr,
+                rate_factor=self.objective.rate_factor,
+                decay_factor=self.run.optim.decay_factor(step, plan.total_steps),
+            )
             yield step
 
         self._report(self.store.wait())
@@ -483,6 +490,7 @@ class TrainingSession:
                     batch, mixing, seed=seed, step=step, first_position=first
                 )
 
+            self.engine.set_positions(positions)
             seed_step(seed, step=step, micro_step=micro_step, rank=world.rank)
             yield batch
 
@@ -717,11 +725,18 @@ def build_engine(
     dtype = resolve_precision(run.engine, world.device)
     compiled = is_compiled(run.engine, world.device)
 
+    # A copy before anything is wrapped: the teacher has no backward pass.
+    objective = run.make_objective()
+    teacher = None
+    if objective.has_teacher:
+        teacher = deepcopy(model)
+
     # Blocks are wrapped before they are compiled, and compiled before the model is moved.
     if run.engine.activation_checkpointing:
         family.checkpoint_activations(model)
     if compiled:
-        family.compile_blocks(model)
+        for network in filter(None, (model, teacher)):
+            family.compile_blocks(network)
     model.to(world.device)
 
     groups = optimizer_groups(
@@ -729,6 +744,7 @@ def build_engine(
         settings=run.optim,
         decayed=family.decayed,
         layers_above=lambda name: family.layers_above(name, arch),
+        part_of=objective.part_of,
     )
 
     # DeepSpeed has no one error for keys that it does not take.
@@ -753,6 +769,8 @@ def build_engine(
             mean=run.data.mean,
             std=run.data.std,
             ema=run.optim.ema,
+            total_steps=plan.total_steps,
+            teacher=teacher,
             compile_input=compiled,
         )
     except (AssertionError, AttributeError, TypeError, ValueError) as error:
@@ -820,7 +838,7 @@ def refuse_other_start(folder: Path, run: TrainingRun) -> None:
     if rows:
         raise UserError(
             f"the run has started, and resumes from its own weights{''.join(rows)}",
-            where=str(folder),
+            where=folder,
             next_step="undo the change, or choose another name (name=...) to start anew",
         )
 

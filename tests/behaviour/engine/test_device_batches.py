@@ -33,18 +33,18 @@ def events(monkeypatch) -> list[str]:
     kernels = SimpleNamespace(wait_stream=lambda other: log.append("wait for copies"))
 
     @contextlib.contextmanager
-    def stream(own) -> Iterator[None]:
+    def stream(own):
         assert own is copies
         log.append("on the stream of copies")
         yield
         log.append("on the stream of kernels")
 
-    def copied(batch: Batch, device: torch.device) -> Batch:
+    def copied(batch, device):
         log.append(f"copy {batch.labels[0]}")
         return batch
 
     # Without this the memory of a batch could be given away while kernels still read it.
-    def kept(tensor: torch.Tensor, used_by) -> None:
+    def kept(tensor, used_by):
         assert used_by is kernels
         log.append("keep until its kernels ran")
 

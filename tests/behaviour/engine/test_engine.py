@@ -35,11 +35,10 @@ from tests.support.engine.reference_cases import (
     whole_state,
 )
 from tests.support.ranks.fault_runs import wait_all
-from tests.support.ranks.warm_ranks import ROOT, WarmStarter
+from tests.support.ranks.warm_ranks import ROOT
 from tests.support.reference_training import Machine, rate_at
 from tests.support.tables import every, refused, rows
 from vitscale.config.errors import RankError
-from vitscale.distributed.world import World
 from vitscale.engine import deepspeed_parts, gradients
 from vitscale.engine.deepspeed_parts import PartitionedLayout
 from vitscale.engine.layouts import FlatLayout, PlainLayout
@@ -65,15 +64,13 @@ def original_linear() -> Iterator[None]:
 - [1, 3]
 - [3, 0]
 """)
-def test_a_training_goes_on_at_another_stage(world: World, source, target):
+def test_a_training_goes_on_at_another_stage(world, source, target):
     """Clipping, skipped updates, the average of the weights, and all counters are the same."""
     state_moves_in_the_middle(world, source=source, target=target)
 
 
 @pytest.mark.distributed
-def test_every_rank_resumes_with_what_the_others_read(
-    warm_starter: WarmStarter, tmp_path
-):
+def test_every_rank_resumes_with_what_the_others_read(warm_starter, tmp_path):
     # The first half ends at one stage, the second begins at another.
     checks = [f"frozen moves from ZeRO {move}" for move in ("0 to 3", "3 to 1")]
     script = [ROOT / "tests/support/engine/engine_checks.py", *checks]
@@ -84,12 +81,12 @@ def test_every_rank_resumes_with_what_the_others_read(
         assert output.count("passed: ") == len(checks), output[-3000:]
 
 
-def test_the_head_of_a_bf16_model_is_in_fp32(world: World):
+def test_the_head_of_a_bf16_model_is_in_fp32(world):
     keeps_the_head_in_fp32(world, stage=1)
 
 
 @torch.no_grad()
-def test_a_trained_model_is_evaluated_as_in_training(world: World):
+def test_a_trained_model_is_evaluated_as_in_training(world):
     """In bf16 to the bit; its last layer keeps the digits that the engine's remainders lack."""
     machine = Machine(stage=1, precision="bf16")
     engine = new_engine("adamw", machine, world, model=far_model())
@@ -108,7 +105,7 @@ def test_a_trained_model_is_evaluated_as_in_training(world: World):
     torch.testing.assert_close(logits, engine.logits(IMAGES), atol=1e-4, rtol=0)
 
 
-def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World):
+def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world):
     """Relative to the spread of the logits; autocast keeps weights, norms and residuals in fp32."""
     deep = MODEL | {
         "depth": 32,
@@ -146,7 +143,7 @@ def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World
 
 
 @every(stage=LAYOUTS)
-def test_buffers_are_saved_and_move_with_the_state(world: World, stage):
+def test_buffers_are_saved_and_move_with_the_state(world, stage):
     """Buffers that are not persistent are computed."""
     engines = []
     for value in (torch.tensor([1.5, -2.0]), torch.zeros(2)):
@@ -165,7 +162,7 @@ def test_buffers_are_saved_and_move_with_the_state(world: World, stage):
     moved(first, second)
 
 
-def test_another_release_of_deepspeed_is_refused(world: World, monkeypatch):
+def test_another_release_of_deepspeed_is_refused(world, monkeypatch):
     # Its private parts are used, which another release may have changed.
     monkeypatch.setattr(deepspeed, "__version__", "0.19.9")
     with refused(r"DeepSpeed 0.19.9 is installed.*\n  allowed: deepspeed=="):
@@ -189,7 +186,7 @@ def calls_of(loop) -> int:
 - [1, master]
 """)
 def test_an_update_asks_little_more_of_the_host_than_a_plain_loop(
-    world: World, stage, precision
+    world, stage, precision
 ):
     """In bf16, at the depth of B/16; a group for each layer costs what it costs in torch."""
 
@@ -232,7 +229,7 @@ def test_an_update_asks_little_more_of_the_host_than_a_plain_loop(
             assert calls_of(loop) < 1.55 * plain[0]
 
 
-def test_autocast_ends_with_its_engine(world: World):
+def test_autocast_ends_with_its_engine(world):
     """DeepSpeed remembers it for all later engines, which sum gradients in another precision."""
     new_engine("adamw", Machine(precision="bf16"), world)
     assert torch_autocast.is_autocast_initialized()
@@ -250,7 +247,7 @@ def seen_gpu() -> Iterator[None]:
 
 
 @every(precision="fp32, bf16", stage=STAGES)
-def test_a_cpu_is_used_beside_gpus(world: World, seen_gpu, stage, precision):
+def test_a_cpu_is_used_beside_gpus(world, seen_gpu, stage, precision):
     assert get_accelerator().device_name() == "cuda"
     training = Training("adamw", Machine(stage=stage, precision=precision), world)
     training.train(2)
@@ -264,9 +261,7 @@ def test_a_cpu_is_used_beside_gpus(world: World, seen_gpu, stage, precision):
 
 
 @every(stage="2, 3")
-def test_a_loss_that_leaves_out_other_parameters_is_refused(
-    world: World, stage, monkeypatch
-):
+def test_a_loss_that_leaves_out_other_parameters_is_refused(world, stage, monkeypatch):
     """As one of two ranks, whose gradients DeepSpeed would add to those of other parameters."""
     two = replace(world, world_size=2)
     images = IMAGES[:4]
@@ -297,7 +292,7 @@ def test_a_loss_that_leaves_out_other_parameters_is_refused(
 
 
 @every(stage=STAGES)
-def test_a_parameter_that_no_loss_uses_is_decayed_alike(world: World, stage):
+def test_a_parameter_that_no_loss_uses_is_decayed_alike(world, stage):
     """Its gradient is zero, on one rank without ZeRO too: AdamW would leave out what has none."""
     model = new_model("adamw")
     model.register_parameter("unused", torch.nn.Parameter(torch.ones(3, 2)))
@@ -313,7 +308,7 @@ def test_a_parameter_that_no_loss_uses_is_decayed_alike(world: World, stage):
 
 
 @every(stage="0, 1")
-def test_a_closed_engine_watches_its_model_no_more(world: World, stage):
+def test_a_closed_engine_watches_its_model_no_more(world, stage):
     """On several ranks it would send its own sums between those of the next engine."""
     model = new_model("adamw")
     parameters = list(model.parameters())

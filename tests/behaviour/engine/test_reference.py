@@ -25,6 +25,7 @@ from tests.support.levels import by_level
 from tests.support.ranks.warm_ranks import ROOT, WarmStarter
 from tests.support.reference_training import Machine, Result
 from tests.support.tables import every
+from vitscale.distributed.world import World
 from vitscale.optim.settings import OPTIMIZERS
 
 pytestmark = pytest.mark.distributed
@@ -39,8 +40,11 @@ Trained = Callable[[str], Result]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from several, which wait for each other beside the ranks."""
+def one_thread(world: World) -> Iterator[None]:
+    """Small tensors gain nothing from several, which wait for each other beside the ranks.
+
+    Of models whose layers talk to other ranks, the reference has one rank.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -74,7 +78,7 @@ def trained(
         folders[num_ranks] = folder
         jobs[num_ranks] = warm_starter.start(script, num_ranks=num_ranks, folder=folder)
 
-    def trained(name: str) -> Result:
+    def trained(name):
         _, machine = ALL[name]
         ranks = jobs[machine.ranks]
         file = folders[machine.ranks] / f"{name}.pt"
@@ -97,7 +101,7 @@ def trained(
 @every(
     name=by_level([*fast_cases(), *slow_cases()], fast=fast_cases(), slow=slow_cases())
 )
-def test_a_training_is_that_of_the_reference(trained: Trained, name):
+def test_a_training_is_that_of_the_reference(trained, name):
     task, machine = ALL[name]
     expected = train_reference(task, machine)
     is_exact = machine.precision == "fp32"
@@ -117,7 +121,7 @@ def test_all_optimisers_objectives_and_losses_are_tasks():
     assert losses - {None} == {"softmax", "sigmoid", "bce"}
 
 
-def test_the_reference_can_tell(trained: Trained):
+def test_the_reference_can_tell(trained):
     """A run at another rate, by a thousandth, is not the reference's."""
     ours = trained(CONTROL)
     right = train_reference(*ALL[CONTROL])

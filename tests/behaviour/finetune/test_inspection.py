@@ -4,7 +4,6 @@ is missing is said, and refused by name."""
 import math
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -74,8 +73,9 @@ def maps_of(
     """By layer and head."""
     maps = {}
 
-    def keep(layer, head, p_BTT):
-        maps[layer, head] = p_BTT
+    def keep(layer, heads):
+        for head, p_BTT in enumerate(heads):
+            maps[layer, head] = p_BTT
 
     read_attention(model, images, keep)
     return maps

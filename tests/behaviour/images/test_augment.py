@@ -56,15 +56,15 @@ dino:
 class Scripted(CounterRandom):
     """Returns prepared fractions of the requested range."""
 
-    def __init__(self, *shares: float) -> None:
+    def __init__(self, *shares):
         super().__init__(0)
         self.shares = list(shares)
 
-    def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
+    def uniform(self, low=0.0, high=1.0):
         return low + (high - low) * self.shares.pop(0)
 
 
-def photo(size: int = 48, seed: int = 0) -> torch.Tensor:
+def photo(size=48, seed=0):
     """A smooth picture with flat bright and dark parts, where an overflow shows."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(1, 3, 6, 6, generator=generator) * 300 - 20
@@ -72,7 +72,7 @@ def photo(size: int = 48, seed: int = 0) -> torch.Tensor:
     return fine.clamp(0, 255).byte()[0]
 
 
-def run(image: torch.Tensor, settings: AugmentSettings, key: int) -> torch.Tensor:
+def run(image, settings, key):
     return augment(image, settings, CounterRandom(key), mean=MEAN, std=STD)
 
 
@@ -159,7 +159,7 @@ IMAGES = [
 ]
 
 
-def timm_operation(name: str, magnitude: float, **hparams) -> timm_augment.AugmentOp:
+def timm_operation(name, magnitude, **hparams):
     return timm_augment.AugmentOp(
         TIMM_NAMES[name],
         1.0,  # always applied
@@ -168,19 +168,19 @@ def timm_operation(name: str, magnitude: float, **hparams) -> timm_augment.Augme
     )
 
 
-def off_by(own: torch.Tensor, expected: Image.Image) -> int:
+def off_by(own, expected):
     """The largest difference of two pictures, in levels."""
     levels = torch.from_numpy(np.array(expected))
     differences = own.permute(1, 2, 0).int() - levels.int()
     return int(differences.abs().max())
 
 
-def to_pil(image: torch.Tensor) -> Image.Image:
+def to_pil(image):
     pixels = image.permute(1, 2, 0).contiguous()
     return Image.fromarray(pixels.numpy())
 
 
-def applied(operation, image: torch.Tensor, *arguments) -> torch.Tensor:
+def applied(operation, image, *arguments):
     """An operation on pictures, for a tensor: uint8 [3, H, W] before and after."""
     picture = operation(to_pil(image), *arguments)
     levels = torch.from_numpy(np.array(picture))
@@ -234,7 +234,7 @@ def test_fill_and_resampling_are_those_of_timms_training(name, sign, monkeypatch
 NO_JITTER = dict.fromkeys(ADJUSTMENTS, 0.0)
 
 
-def occasional(name: str, probability: float, values: dict) -> AugmentSettings:
+def occasional(name, probability, values):
     """One operation alone. values: its other settings; strengths that are not given are 0."""
     section = {"probability": probability, **values}
     if name == "jitter":
@@ -349,7 +349,7 @@ def test_three_augment_equals_pillow(chosen, reference):
         assert not drawn.shares
 
 
-def _blend(gray: np.ndarray | float, image: np.ndarray, factor: float) -> np.ndarray:
+def _blend(gray, image, factor):
     return np.trunc(np.clip(gray + factor * (image - gray), 0, 255))
 
 
@@ -444,7 +444,7 @@ def test_augreg_geometry_is_nearest_neighbour(sign):
 def test_augreg_cutout_is_a_gray_square():
     image = torch.zeros(3, 224, 224, dtype=torch.uint8)
 
-    def cut_out(*shares: float) -> torch.Tensor:
+    def cut_out(*shares):
         """Where the square is, if row and column are drawn at these shares of the sides."""
         own = applied(AUGREG["cutout"], image, 10.0, Scripted(*shares))
         return own == 128

@@ -1,7 +1,6 @@
 """Crop boxes and resampling against plain reference versions."""
 
 from collections import Counter
-from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -41,9 +40,7 @@ NOISE = Image.fromarray(LEVELS)
     low=st.floats(0.01, 1),
     key=st.integers(0, 2**63),
 )
-def test_random_crops_lie_inside_the_image(
-    draw_box: Callable[..., CropBox], width, height, low, key
-):
+def test_random_crops_lie_inside_the_image(draw_box, width, height, low, key):
     random = CounterRandom(key)
     box = draw_box(
         width,
@@ -138,7 +135,7 @@ def test_area_resize_averages_areas(resized, size):
     assert np.abs(own.numpy() - expected).max() <= 0.5 + 1e-3
 
 
-def plain_crop(pixels_HW3: torch.Tensor, *, size: int, key: int) -> torch.Tensor:
+def plain_crop(pixels_HW3, *, size, key):
     """The crop as training makes it: a box, a resize, and a shift with reflection."""
     height, width, _ = pixels_HW3.shape
     random = CounterRandom(key)

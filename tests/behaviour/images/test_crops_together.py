@@ -19,12 +19,12 @@ from tests.behaviour.images.test_decoders import (
 )
 from tests.support.tables import rows
 from vitscale.images import crops
-from vitscale.images.crops import CropBox, CropRequest
+from vitscale.images.crops import CropBox
 from vitscale.images.jpeg.entry_points import find_entry_points
 
 
 @st.composite
-def several(draw: st.DrawFn) -> tuple[bytes, list[CropRequest]]:
+def several(draw):
     """An image, and boxes that overlap, lie apart, touch its edges or are the same."""
     width = draw(st.integers(1, 90))
     height = draw(st.integers(1, 70))
@@ -59,9 +59,7 @@ def several(draw: st.DrawFn) -> tuple[bytes, list[CropRequest]]:
 @pytest.mark.parametrize("name", list(FORMS))
 @settings(max_examples=50, deadline=None)
 @given(case=several())
-def test_each_crop_has_the_pixels_of_pillow(
-    name: str, case: tuple[bytes, list[CropRequest]]
-) -> None:
+def test_each_crop_has_the_pixels_of_pillow(name, case):
     data, requests = case
     outs = [torch.zeros((3, *request.shape), dtype=torch.uint8) for request in requests]
     make(name).crops(data, requests, outs)
@@ -96,8 +94,8 @@ def test_what_the_extension_refuses(boxes, columns, problem):
 @pytest.mark.parametrize("name", list(FORMS))
 @pytest.mark.parametrize("coding", [*CODINGS, *OTHERS])
 def test_a_box_that_begins_or_ends_with_a_block_has_the_colours_of_its_neighbours(
-    name: str, coding: str
-) -> None:
+    name, coding
+):
     """Colours at its edge are interpolated with those beyond, so these must be decoded, too."""
     decoder = make(name)
     data = encode(picture(96, 80, kind="noise", seed=3), coding)

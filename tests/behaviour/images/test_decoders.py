@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,11 +53,11 @@ FORMS: dict[str, Callable[[], Decoder]] = {
 class Pillow(Decoder):
     """The reference: always the whole picture."""
 
-    def whole(self, data: bytes) -> torch.Tensor:
+    def whole(self, data):
         return crops.decode(data)
 
 
-def make(name: str) -> Decoder:
+def make(name):
     """Make a decoder; skip the test where this machine lacks what it needs."""
     if why := crops.missing(name.split()[0]):
         skip_or_fail(f"{name} does not work here: {why}")
@@ -66,34 +65,30 @@ def make(name: str) -> Decoder:
 
 
 @pytest.fixture(params=list(FORMS))
-def decoder(request: pytest.FixtureRequest) -> Decoder:
+def decoder(request):
     return make(request.param)
 
 
 @pytest.fixture
-def vectors() -> None:
+def vectors():
     """Our own decoder of ordinary JPEGs, and entry points, need AVX2 and BMI2."""
     make("region")
     require_entry_points(where="this machine")
 
 
-def request_of(
-    box: CropBox, *, size: int | tuple[int, int] = 8, **more: Any
-) -> CropRequest:
+def request_of(box, *, size=8, **more):
     options = {"interpolation": "bilinear", "antialias": False, "flip": False}
     return CropRequest(box=box, size=size, **options | more)
 
 
-def outcome(decoder: Decoder, data: bytes, request: CropRequest) -> object:
+def outcome(decoder, data, request):
     try:
         return decoder.crop(data, request).tolist()
     except (OSError, ValueError):
         return "unreadable"
 
 
-def picture(
-    width: int, height: int, *, kind: str = "smooth", seed: int = 0
-) -> np.ndarray:
+def picture(width, height, *, kind="smooth", seed=0):
     """Colour waves, as smooth as a photograph, or noise."""
     random = np.random.default_rng(seed)
 
@@ -133,7 +128,7 @@ CODINGS = ORDINARY | RESTARTS | UNUSUAL
 OTHERS = "PNG|PNG L|PNG RGBA|PNG LA|PNG P|PNG 1|WEBP|WEBP RGBA|JPEG CMYK".split("|")
 
 
-def encode(pixels: np.ndarray, coding: str) -> bytes:
+def encode(pixels, coding):
     image = Image.fromarray(pixels)
     if coding in OTHERS:
         form, _, mode = coding.partition(" ")
@@ -148,7 +143,7 @@ def encode(pixels: np.ndarray, coding: str) -> bytes:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[bytes, bytes, CropRequest, bool]:
+def cases(draw):
     """An image, the same after damage, what is wanted of it, and whether it was only cut."""
     width = draw(st.integers(1, 140))
     height = draw(st.integers(1, 70))
@@ -239,9 +234,7 @@ def test_ordinary_jpegs_are_decoded_without_libjpeg(vectors, coding):
 
 
 @every(limit=[Image.MAX_IMAGE_PIXELS, None])
-def test_a_huge_image_is_refused_before_it_is_decoded(
-    decoder: Decoder, limit, monkeypatch
-):
+def test_a_huge_image_is_refused_before_it_is_decoded(decoder, limit, monkeypatch):
     # None: as data_prep, in the same process, leaves it.
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
     jpeg = bytearray(encode(picture(WIDTH, HEIGHT), "4:4:4"))
@@ -274,7 +267,7 @@ def test_a_huge_image_is_refused_before_it_is_decoded(
 - [2147483648, 0, 8589934592, 1]
 - [18446744073709551616, 0, 1, 1]
 """)
-def test_a_box_outside_the_image_is_refused(decoder: Decoder, left, top, width, height):
+def test_a_box_outside_the_image_is_refused(decoder, left, top, width, height):
     data = encode(picture(WIDTH, HEIGHT), "4:2:0")
     request = request_of(CropBox(left, top, width, height))
     with pytest.raises(ValueError):
@@ -305,14 +298,14 @@ def test_a_machine_without_the_extension_says_how_to_get_it(monkeypatch):
 LARGE = CropBox(150, 80, 20, 16)
 
 
-def large_jpeg(coding: str) -> bytes:
+def large_jpeg(coding):
     """Noise of 6 px, so that DC values and lengths differ from block to block."""
     small = Image.fromarray(picture(34, 20, kind="noise"))
     large = small.resize((203, 117), Image.Resampling.BICUBIC)
     return encode(np.asarray(large), coding)
 
 
-def cut(data: bytes, points: bytes, box: CropBox = LARGE) -> tuple[bool, np.ndarray]:
+def cut(data, points, box=LARGE):
     """Whether our own decoder was used, and the pixels."""
     pixels = np.zeros((3, 9, 9), np.uint8)
     request = request_of(box, size=9, antialias=True, entry_points=points)

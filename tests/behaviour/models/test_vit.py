@@ -1,20 +1,26 @@
 """The Vision Transformer: options against plain functions, start against the papers, outputs."""
 
+import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from timm.layers import Format
+from timm.models.vision_transformer import VisionTransformer
 
-from tests.support.tables import rows
+from tests.support.tables import every, rows
+from vitscale.distributed.random_numbers import stream_key
 from vitscale.models import costs
 from vitscale.models.costs import num_parameters
-from vitscale.models.interface import InFp32, SharedDropPath
+from vitscale.models.interface import DropPathByPosition, InFp32
 from vitscale.models.positions import sincos_position_embedding
 from vitscale.models.registry import MODELS
 from vitscale.models.settings import TimmSettings, ViTSettings
 from vitscale.models.vit import build_model, compile_blocks, decayed, layers_above
+from vitscale.objectives.draws import uniform_rows
 
 SMALL = ViTSettings(
     image_size=16,
@@ -31,8 +37,8 @@ def arch_of(*, num_classes: int = 5, **changes) -> ViTSettings:
     return SMALL.model_copy(update=changes).resolved(num_classes=num_classes)
 
 
-def small(**changes):
-    return build_model(arch_of(**changes), seed=3)
+def small(*, seed=3, **changes):
+    return build_model(arch_of(**changes), seed=seed)
 
 
 def shaken(**changes):
@@ -275,25 +281,104 @@ def test_blocks_of_different_rates_are_compiled_once():
     names = set(model.state_dict())
     compile_blocks(model, backend="aot_eager")
     assert set(model.state_dict()) == names
-    rates = {m.rate.item() for m in model.modules() if isinstance(m, SharedDropPath)}
+    rates = {
+        m.rate.item() for m in model.modules() if isinstance(m, DropPathByPosition)
+    }
     assert len(rates) == 3  # the first block has none
     model(PIXELS).sum().backward()
 
     # Without drop path in the first block, with it in the others.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
-    # A rate that is a tensor drops as one that is a number: the mean stays as it is.
-    ones = torch.ones(20_000, 1, 1)
-    drop = SharedDropPath(0.3)
-    dropped = drop(ones)
-    kept = torch.tensor(1 / 0.7).item()
-    assert set(dropped.unique().tolist()) == {0.0, kept}
-    share = (dropped == 0).float().mean().item()
-    assert abs(share - 0.3) < 0.02
+
+def test_drop_path_draws_from_positions_alone():
+    """By hand: the numbers of a host, of each position and view, against the rate."""
+    model = small(depth=3, drop_path=0.3)
+    drop = model.blocks[2].drop_path1
+    positions = np.array([5, 0, 1 << 40])
+    drop.positions = torch.from_numpy(positions)
+    key = stream_key("drop path", 3, "blocks.2.drop_path1")
+    uniform_BV = uniform_rows(positions, num=2, key=key)
+    kept = torch.from_numpy(uniform_BV >= 0.3).flatten() / 0.7
+
+    ones = torch.ones(6, 2, 1)
+    torch.testing.assert_close(drop(ones)[:, 1, 0], kept.float())
     assert torch.equal(drop.eval()(ones), ones)
+
+    # Often enough, and apart from another layer's and another seed's.
+    drop.train()
+    drop.positions = torch.arange(20_000)
+    dropped = drop(torch.ones(20_000, 1)) == 0
+    assert abs(dropped.float().mean().item() - 0.3) < 0.02
+    others = [small(depth=3, drop_path=0.3).blocks[2].drop_path2]
+    others.append(small(depth=3, drop_path=0.3, seed=1).blocks[2].drop_path1)
+    for other in others:
+        other.positions = drop.positions
+        both = (other(torch.ones(20_000, 1)) == 0) & dropped
+        assert abs(both.float().mean().item() - 0.09) < 0.02
 
 
 # ---- outputs ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@rows("""
+- [options]
+- [{}]
+- [{num_registers: 2, class_token: true, pool: gap}]
+- [{positions: sincos2d}]
+""")
+def test_tokens_at_another_size_are_those_of_timm(options):
+    """Views are smaller than the model; positions are resampled as timm does it."""
+    model = small(image_size=16, patch_size=4, **options).eval()
+    twin = copy.deepcopy(model)
+    twin.__class__ = VisionTransformer
+    # timm's own way needs patches in rows and columns.
+    twin.patch_embed.flatten = False
+    twin.patch_embed.output_fmt = Format.NHWC
+    for side in (8, 16, 24):
+        images = torch.randn(2, 3, side, side)
+        features, patches = model(images, output="tokens")
+        expected = twin.forward_features(images)
+        assert patches.shape[1] == (side // 4) ** 2
+        torch.testing.assert_close(patches, expected[:, model.num_prefix_tokens :])
+        pooled = twin.forward_head(expected, pre_logits=True)
+        torch.testing.assert_close(features, pooled)
+
+
+@torch.no_grad()
+@every(family="vit, timm")
+def test_masked_patches_are_seen_nowhere(family):
+    """A mask token has its position, and nothing of its pixels."""
+    if family == "vit":
+        model = small(image_size=16, patch_size=4).eval()
+    else:
+        arguments = {"patch_size": 4, "embed_dim": 48, "depth": 1, "num_heads": 2}
+        arch = TimmSettings(
+            model="vit_tiny_patch16_224",
+            image_size=16,
+            arguments=arguments | {"dynamic_img_size": True},
+        ).resolved(num_classes=0)
+        model = MODELS["timm"].load().build_model(arch, seed=0).eval()
+    token = torch.randn(model.num_features)
+    images = torch.randn(2, 3, 16, 16)
+    masked = torch.zeros(2, 16, dtype=torch.bool)
+    masked[0, [0, 5]] = True
+
+    def patches_of(images):
+        inputs = {"masked_BL": masked, "mask_token_D": token}
+        return model(images, output="tokens", **inputs)[1]
+
+    # Patch 5 is in the second row and column.
+    changed = images.clone()
+    changed[0, :, 4:8, 4:8] = 9
+    assert torch.equal(patches_of(images), patches_of(changed))
+    changed[1, :, 4:8, 4:8] = 9
+    assert not torch.equal(patches_of(images), patches_of(changed))
+    # Without masks the hook is gone.
+    plain = model(images, output="tokens")[1]
+    assert not torch.allclose(plain[0], patches_of(images)[0])
+    assert torch.allclose(plain[1], patches_of(images)[1], atol=1e-5)
 
 
 @torch.no_grad()

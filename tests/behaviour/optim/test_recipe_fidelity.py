@@ -5,15 +5,15 @@ from pathlib import Path
 
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
-from tests.support.tables import Values, every
+from tests.support.tables import every, rows
 from vitscale.config.loader import load_run_file, read_yaml
-from vitscale.runs.training import TrainingRun, training_plan
+from vitscale.runs.training import training_plan
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 RUN_TYPES = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 
 
-def recipe(name: str) -> TrainingRun:
+def recipe(name):
     """name: a file below configs/."""
     return load_run_file(RUN_TYPES, CONFIGS / f"{name}.yaml")
 
@@ -33,7 +33,7 @@ PLAIN = dict(
 )
 
 
-def resolved(run: TrainingRun) -> Values:
+def resolved(run):
     """A recipe's values in the terms of the papers' tables."""
     data = run.data
     model = run.model
@@ -107,7 +107,7 @@ def resolved(run: TrainingRun) -> Values:
     return values | augmentation(data.augment, data.mixing)
 
 
-def augmentation(augment, mixing) -> Values:
+def augmentation(augment, mixing):
     randaugment = augment.randaugment
     erasing = augment.erasing
     values = {
@@ -127,7 +127,7 @@ def augmentation(augment, mixing) -> Values:
     return values
 
 
-def published(entry: Values) -> Values:
+def published(entry):
     """All keys of an entry of published_recipes.yaml."""
     keys = {}
     for base in entry.get("base", ()):
@@ -155,5 +155,40 @@ def test_every_training_config_is_in_the_table():
     # A recipe that nobody compared with its paper would be as good as its author's memory.
     listed = {f"{name}.yaml" for name in TABLE["recipes"].keys() | NO_RECIPE}
     paths = {str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml")}
-    others = ("chains/", "data/", "eval/", "studies/")
+    others = ("chains/", "data/", "eval/", "studies/", "self_supervised/")
     assert {path for path in paths if not path.startswith(others)} == listed
+
+
+# Batch and views, prototypes, length and warm-up, peak rate, average, decay, drop path, and the
+# global crops. By the papers and the authors' configurations; LeJEPA has no teacher.
+@rows("""
+- [name, batch, views, head, length, peak, average, decay, drop_path, area]
+- [dino_s16, 512, [1, 1, 8], 65536, [100, 10], 0.001, [0.996, 1], [0.04, 0.4], 0.1, 0.4]
+- [ibot_b16, 1024, [1, 1, 10], 8192, [400, 10], 0.002, [0.996, 1], [0.04, 0.4], 0.1, 0.25]
+- [dinov2_l16_in1k, 2048, [1, 1, 8], 65536, [125000, 12500], 0.00566, [0.992, 1], [0.04, 0.4],
+   0.3, 0.32]
+- [dinov2_l14_in22k, 3072, [1, 1, 8], 131072, [625000, 100000], 0.000346, [0.994, 1], [0.04, 0.2],
+   0.4, 0.32]
+- [lejepa_b16, 512, [1, 1, 6], 64, [300, 10], 0.0005, null, [0.05, null], 0, 0.3]
+""")
+def test_recipes_without_labels_are_the_authors(
+    name, batch, views, head, length, peak, average, decay, drop_path, area
+):
+    run = recipe(f"self_supervised/{name}")
+    assert run.data.global_batch == batch
+    assert [view.count for view in run.data.views] == views
+    assert {view.crop_area[0] for view in run.data.views[:2]} == {area}
+    schedule = run.schedule
+    warmup = schedule.warmup_epochs or schedule.warmup_steps
+    assert [schedule.epochs or schedule.steps, warmup] == length
+    optim = run.optim
+    assert optim.lr == peak
+    assert [optim.weight_decay, optim.final_weight_decay] == decay
+    assert run.model.drop_path == drop_path
+    objective = run.objective
+    if average is None:
+        assert objective.projection_width == head
+        return
+    assert objective.num_prototypes == head
+    assert [optim.ema.decay, optim.ema.final_decay] == average
+    assert not optim.ema.warmup

@@ -7,7 +7,7 @@ from timm.scheduler.cosine_lr import CosineLRScheduler
 from vitscale.optim.settings import ScheduleSettings, learning_rate
 
 
-def rate(step: int, decay: str = "cosine", **plan: int) -> float:
+def rate(step, decay="cosine", **plan):
     """The rate of a run of 110 steps whose peak is 1 and whose end is 0.1."""
     schedule = ScheduleSettings(decay=decay, final_lr=0.1)
     plan = {

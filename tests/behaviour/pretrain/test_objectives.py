@@ -25,7 +25,7 @@ from pretrain.objectives.patches import random_orders, to_images, to_patches
 from pretrain.run import PretrainRun
 from tests.support.reference_losses import masked_autoencoder
 from tests.support.reference_training import Sample
-from tests.support.tables import Values, every, rows
+from tests.support.tables import every, rows
 from vitscale.models import vit
 from vitscale.models.positions import mae_position_embedding
 from vitscale.models.settings import ViTSettings
@@ -56,6 +56,21 @@ NEEDED = {
         "data.views=[{name: global, count: 2}]",
         "engine.max_micro_batch=64",
     ),
+    "lejepa": (
+        "data.views=[{name: global, count: 2}, {name: local, image_size: 8}]",
+        "engine.max_micro_batch=64",
+        "objective.hidden_width=32",
+        "objective.num_directions=16",
+    ),
+    "dino": (
+        "data.views=[{name: global, count: 2}, {name: local, image_size: 8}]",
+        "engine.max_micro_batch=64",
+        "objective.hidden_width=32",
+        "objective.num_prototypes=64",
+        "objective.patch_weight=1",
+        "objective.koleo_weight=0.1",
+        "optim.ema={decay: 0.9, final_decay: 1}",
+    ),
     "distillation": ("model.distillation_token=true",),
     "mae": (
         "objective.decoder_width=16",
@@ -66,7 +81,7 @@ NEEDED = {
 }
 
 
-def opened(section: Values, **changes):
+def opened(section, **changes):
     """A run, its objective and its architecture."""
     run = PretrainRun.model_validate(RUN | {"objective": section, **changes})
     return run, run.make_objective(), run.model.resolved(num_classes=0)
@@ -145,7 +160,7 @@ def test_costs_are_those_of_the_published_models(preset, encoder, decoder, ratio
 class WithLayer(Objective):
     Settings = SupervisedSettings
 
-    def extend_model(self, model, arch) -> None:
+    def extend_model(self, model, arch):
         model.objective = torch.nn.Linear(arch.width, 3)
 
 
@@ -171,7 +186,7 @@ NUM_IMAGES = 1100
 Corruption = dict[str, np.ndarray]
 
 
-def drawn(num_images: int, *, num_patches: int = NUM_PATCHES, **changes) -> Corruption:
+def drawn(num_images, *, num_patches=NUM_PATCHES, **changes):
     settings = MaskedPatchPredictionSettings(**changes)
     positions = np.arange(num_images)
     return draw_corruption(
@@ -183,11 +198,11 @@ def drawn(num_images: int, *, num_patches: int = NUM_PATCHES, **changes) -> Corr
 
 
 @pytest.fixture(scope="module")
-def many() -> Corruption:
+def many():
     return drawn(NUM_IMAGES)
 
 
-def test_exactly_half_of_each_image_is_corrupted(many: Corruption):
+def test_exactly_half_of_each_image_is_corrupted(many):
     assert many["predicted_BK"].shape == (NUM_IMAGES, NUM_CORRUPTED)
     assert (np.diff(many["predicted_BK"], axis=1) > 0).all()
     corrupted = np.zeros((NUM_IMAGES, NUM_PATCHES), dtype=bool)
@@ -207,7 +222,7 @@ def test_exactly_half_of_each_image_is_corrupted(many: Corruption):
         assert abs(count / total - share) < 5 * sigma
 
 
-def test_every_other_patch_is_equally_likely_to_replace_one(many: Corruption):
+def test_every_other_patch_is_equally_likely_to_replace_one(many):
     images, patches = np.nonzero(many["sources_BN"] != np.arange(NUM_PATCHES))
     donors = many["sources_BN"][images, patches]
     distances = (donors - patches) % NUM_PATCHES
@@ -306,7 +321,7 @@ SMALL = yaml.safe_load("""
 FIXED = {"positions": "sincos2d_mae", "weight_init": "mae"}
 
 
-def small_model(changes: Values):
+def small_model(changes):
     """With a decoder and random values everywhere: in biases and norms too."""
     arch = ViTSettings(**SMALL | changes).resolved(num_classes=0)
     torch.manual_seed(1)
@@ -317,9 +332,7 @@ def small_model(changes: Values):
     return model.double()
 
 
-def slow_predictions(
-    model, images: torch.Tensor, *, kept_BK: torch.Tensor, **_
-) -> torch.Tensor:
+def slow_predictions(model, images, *, kept_BK, **_):
     """MAE's forward pass of image after image, patch after patch, for SMALL and DECODER.
 
     Blocks, norms and dense layers are the model's own.

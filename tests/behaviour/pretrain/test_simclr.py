@@ -69,15 +69,7 @@ def test_views_that_do_not_fit_are_refused(section, changed, problem):
 # ---- loss ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def one_rank(monkeypatch) -> None:
-    """What other ranks add to the gradients: test_reference."""
-    alone = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1)
-    alone.all_gather = lambda parts, value: parts[0].copy_(value)
-    monkeypatch.setattr(contrast, "dist", alone)
-
-
-def test_loss_and_accuracy_are_those_of_the_paper(one_rank):
+def test_loss_and_accuracy_are_those_of_the_paper(world):
     """Of bf16 projections, too: at a low temperature rounding a cosine is a tenth of the loss."""
     projected_NE = torch.randn(12, 3, generator=torch.Generator().manual_seed(5))
     # Partners are alike, so that some are nearest, and some are not.
@@ -102,7 +94,7 @@ def test_loss_and_accuracy_are_those_of_the_paper(one_rank):
 
 
 @every(names="a, ab")
-def test_partners_are_of_one_image_whether_in_one_view_or_in_two(one_rank, names):
+def test_partners_are_of_one_image_whether_in_one_view_or_in_two(world, names):
     """Two views of count 1 are joined image by image, not one behind the other."""
     # Both views of an image are alike, and at right angles to those of the others.
     images_B13SS = torch.eye(4, 12).view(4, 1, 3, 2, 2)

@@ -40,7 +40,7 @@ HOSTILE = yaml.safe_load(r"""
 """)
 
 
-def script_with(field: str, text: str) -> str | None:
+def script_with(field, text):
     """The batch script with a hostile text in one field; None if it is refused."""
     values = {
         "srun_args": {"srun_args": [f"--x={text}"]},
@@ -111,7 +111,7 @@ def test_no_field_runs_as_shell(tmp_path):
 # ---- plans of trainings -------------------------------------------------------------------------
 
 
-def run(**changes: dict[str, object]) -> PretrainRun:
+def run(**changes):
     sections = yaml.safe_load("""
     data: {path: shards, global_batch: 8}
     model: {preset: B/16}

@@ -2,8 +2,6 @@
 
 import copy
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +13,7 @@ from safetensors.torch import save_file
 from tests.support.engine.subjects import WORLD
 from tests.support.reference_losses import supervised
 from tests.support.reference_training import Sample
-from tests.support.tables import Values, every, refused
+from tests.support.tables import every, refused
 from vitscale.data.loader import Batch
 from vitscale.engine.settings import EngineSettings
 from vitscale.objectives.losses import hard_loss, label_loss
@@ -24,7 +22,7 @@ from vitscale.objectives.objective import (
     DistillationSettings,
     TeacherSettings,
 )
-from vitscale.objectives.teacher import Teacher, open_teacher
+from vitscale.objectives.teacher import open_teacher
 
 NAME = "test_efficientnet"
 CLASSES = 5
@@ -60,12 +58,12 @@ TEACHER = torch.tensor([[3.0, 1.0, 0.0]])
 
 
 def distilled(
-    labels: tuple[int, int] = (1, 1),
+    labels=(1, 1),
     *,
-    has_token: bool = True,
-    mixing: dict[str, torch.Tensor] | None = None,
+    has_token=True,
+    mixing=None,
     **settings,
-) -> tuple[float, float]:
+):
     """The loss of two images, whose logits are the hand-computed ones, and the agreement."""
     teacher = {"weights": "runs/teacher"}
     values = DistillationSettings.model_validate({"teacher": teacher, **settings})
@@ -135,12 +133,12 @@ def network():
 
 
 def opened(
-    path: Path,
+    path,
     *,
-    classes: Sequence[str] = "01234",
-    engine: Values | None = None,
+    classes="01234",
+    engine=None,
     **settings,
-) -> Teacher:
+):
     chosen = TeacherSettings.model_validate(
         {"model": NAME, "weights": str(path), **settings}
     )
@@ -153,13 +151,13 @@ def opened(
 
 
 @pytest.fixture
-def safetensors(network, tmp_path) -> Path:
+def safetensors(network, tmp_path):
     path = tmp_path / "teacher.safetensors"
     save_file(network.state_dict(), path)
     return path
 
 
-def images(size: int) -> torch.Tensor:
+def images(size):
     random = torch.Generator().manual_seed(1)
     shape = (2, 3, size, size)
     return torch.randint(256, shape, dtype=torch.uint8, generator=random)

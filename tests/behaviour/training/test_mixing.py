@@ -32,7 +32,7 @@ MODES = [
 ]
 
 
-def samples(num: int, *, key: int = 0) -> Batch:
+def samples(num, *, key=0):
     generator = torch.Generator().manual_seed(key)
     images = torch.randint(
         0,
@@ -47,9 +47,7 @@ def samples(num: int, *, key: int = 0) -> Batch:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("micro_batch", [2, 4, 8])
-def test_mixed_images_equal_float64_in_every_layout(
-    mode: MixingSettings, micro_batch: int
-) -> None:
+def test_mixed_images_equal_float64_in_every_layout(mode, micro_batch):
     """Micro-batches of any rank, by the positions of their images in training."""
     for step in range(12):
         batch = samples(8, key=step)
@@ -96,7 +94,7 @@ def test_mixed_images_equal_float64_in_every_layout(
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.2, 0.5, 0.8, 1.0, 1.5, 4.0, 30.0])
-def test_beta_is_beta(alpha: float) -> None:
+def test_beta_is_beta(alpha):
     random = CounterRandom(stream_key("test", alpha))
     drawn = np.array([symmetric_beta(alpha, random) for _ in range(20_000)])
     assert min(drawn) >= 0
@@ -111,7 +109,7 @@ def test_beta_is_beta(alpha: float) -> None:
         assert stats.kstest(drawn, beta.cdf).pvalue > 1e-3
 
 
-def test_cutmix_boxes() -> None:
+def test_cutmix_boxes():
     """Boxes inside the image have the drawn area; others are clipped, and the share is adjusted."""
     for key in range(500):
         random = CounterRandom(stream_key(key))

@@ -1,7 +1,6 @@
 """Means; reports of unreadable samples and skipped updates, and when they end a run."""
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from vitscale.data.order import rank_batches
 from vitscale.data.samples import Unreadable
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
-from vitscale.distributed.world import World
 from vitscale.engine.gradients import Health
 from vitscale.runs.training import TrainingPlan
 from vitscale.training import interval_log
@@ -46,25 +44,23 @@ ORDER = SimpleNamespace(at=lambda position: SimpleNamespace(part=0, sample=posit
 DATA = SimpleNamespace(order=ORDER, parts=())
 
 
-def names(samples: Sequence[tuple[int, int]]) -> list[str]:
+def names(samples):
     return [f"'key {sample} of {part}'" for part, sample in samples]
 
 
 class Ranks:
     """What rank 0 gathers: its own, and what `others` send; and what it prints."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.others = []
         self.sent = None
         self.lines = []
 
-    def gather(self, own) -> list[Any]:
+    def gather(self, own):
         self.sent = own
         return [own, *self.others]
 
-    def unreadable(
-        self, max_fraction: float, *, num_replaced: int = 0
-    ) -> UnreadableSampleMonitor:
+    def unreadable(self, max_fraction, *, num_replaced=0):
         return UnreadableSampleMonitor(
             data=DATA,
             names=names,
@@ -73,7 +69,7 @@ class Ranks:
             say=self.lines.append,
         )
 
-    def skipped(self) -> SkippedUpdateMonitor:
+    def skipped(self):
         return SkippedUpdateMonitor(
             data=DATA,
             names=names,
@@ -85,11 +81,11 @@ class Ranks:
 
     def report(
         self,
-        monitor: UnreadableSampleMonitor,
+        monitor,
         own,
         other=(),
-        num_seen: int = 10,
-    ) -> list[str]:
+        num_seen=10,
+    ):
         """The lines that are printed at step 10 of an epoch of 1,000 samples."""
         # A rank sends the number of its samples, and as many as are named.
         self.others = [(len(other), list(other))]
@@ -100,18 +96,18 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks(monkeypatch) -> Ranks:
+def ranks(monkeypatch):
     """Instead of collectives; names of samples without an index."""
     ranks = Ranks()
     monkeypatch.setattr(interval_log, "gather_objects", ranks.gather)
     return ranks
 
 
-def lost(*samples: int, part: int = 0) -> list[Unreadable]:
+def lost(*samples, part=0):
     return [Unreadable(part, sample, f"{sample}.tar", "broken") for sample in samples]
 
 
-def test_each_unreadable_sample_is_reported_once(ranks: Ranks):
+def test_each_unreadable_sample_is_reported_once(ranks):
     # Those of the other rank are named as those of rank 0.
     monitor = ranks.unreadable(0.1)
     lines = ranks.report(monitor, [], lost(*range(UNREADABLE_SHOWN)))
@@ -134,7 +130,7 @@ def test_each_unreadable_sample_is_reported_once(ranks: Ranks):
     )
 
 
-def test_too_many_unreadable_samples_end_the_run(ranks: Ranks):
+def test_too_many_unreadable_samples_end_the_run(ranks):
     # The limit is 1 % of what has been seen, and of an epoch while less than one has been.
     monitor = ranks.unreadable(0.01)
     ranks.report(monitor, lost(*range(10)))  # 10 of an epoch of 1,000
@@ -143,7 +139,7 @@ def test_too_many_unreadable_samples_end_the_run(ranks: Ranks):
         ranks.report(monitor, [], lost(0), num_seen=20)
 
 
-def test_samples_replaced_before_a_resume_count(ranks: Ranks):
+def test_samples_replaced_before_a_resume_count(ranks):
     """A run that is stopped often may replace no more samples than one that is not."""
     # A new process, with what the checkpoint says of the old one.
     monitor = ranks.unreadable(0.01, num_replaced=9)
@@ -176,7 +172,7 @@ def test_the_index_is_read_on_the_rank_that_prints_alone(tmp_path, rank, expecte
 # ---- rates ---------------------------------------------------------------------------------------
 
 
-def opened(data, world: World) -> IntervalLog:
+def opened(data, world):
     """The log of a run, as far as it needs no engine."""
     health = Health(
         skipped=0,
@@ -197,6 +193,7 @@ def opened(data, world: World) -> IntervalLog:
         tracker=None,
         say=print,
         profile=lambda: None,
+        warning=lambda means: None,
     )
 
 
@@ -205,18 +202,18 @@ class Seconds:
 
     now = 0.0
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         return self.now
 
-    def spend(self, seconds: float):
-        def work(*_, **__) -> None:
+    def spend(self, seconds):
+        def work(*_, **__):
             self.now += seconds
 
         return work
 
 
 @pytest.fixture
-def clock(monkeypatch) -> Seconds:
+def clock(monkeypatch):
     """With sums over two equal ranks."""
     clock = Seconds()
     monkeypatch.setattr(interval_log, "time", clock)
@@ -227,7 +224,7 @@ def clock(monkeypatch) -> Seconds:
 @every(save_every="3, 100", evaluate_every="0, 1, 2, 4", log_every="1, 2, 3, 5")
 def test_rates_leave_out_evaluations_and_saves(
     monkeypatch,
-    clock: Seconds,
+    clock,
     log_every,
     evaluate_every,
     save_every,
@@ -236,7 +233,7 @@ def test_rates_leave_out_evaluations_and_saves(
     rates = []
     log = opened(DATA, replace(WORLD, world_size=2))
 
-    def write(step, lr) -> None:
+    def write(step, lr):
         rates.append(log._speed()["vitals/images_per_s"])
 
     monkeypatch.setattr(log, "write", write)
@@ -278,7 +275,7 @@ def test_rates_leave_out_evaluations_and_saves(
     assert len(rates) >= 100 // log_every - 1
 
 
-def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(clock: Seconds):
+def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(clock):
     log = opened(DATA, replace(WORLD, world_size=2))
     batch = SimpleNamespace(labels=range(6), unreadable=())
     log.add_batch(batch)
@@ -312,7 +309,7 @@ def test_an_update_waits_until_a_save_has_read_the_weights():
     assert order == ["backward", "copied", "update"]
 
 
-def health(skipped: int, *, longest: int = 1) -> Health:
+def health(skipped, *, longest=1):
     return Health(
         skipped=skipped,
         longest=longest,
@@ -321,7 +318,7 @@ def health(skipped: int, *, longest: int = 1) -> Health:
     )
 
 
-def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks):
+def test_skipped_updates_are_reported_once_with_their_samples(ranks):
     """Of a bad loss those that its rank read for the micro-step, else all of the step."""
     # The same two are reported at each interval.
     monitor = ranks.skipped()
@@ -344,7 +341,7 @@ def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks):
 
 
 @every(scale="null, 1.0")
-def test_too_many_skipped_updates_in_a_row_end_the_run(ranks: Ranks, scale):
+def test_too_many_skipped_updates_in_a_row_end_the_run(ranks, scale):
     """But while fp16 searches its scale."""
     monitor = ranks.skipped()
 
@@ -357,7 +354,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run(ranks: Ranks, scale):
 
 @every(interval="1, 7, 100, 400")
 def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
-    ranks: Ranks, interval
+    ranks, interval
 ):
     few = ranks.skipped()
     many = ranks.skipped()
@@ -371,7 +368,7 @@ def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
     assert step == max(interval, {1: 22, 7: 28}.get(interval, 0))
 
 
-def test_means_by_name_are_over_ranks_and_finite_values(clock: Seconds):
+def test_means_by_name_are_over_ranks_and_finite_values(clock):
     means = IntervalMeans()
     for value in (1.0, math.nan, 3.0):
         both = {"a": torch.tensor(value), "b": torch.tensor(math.inf)}
@@ -388,8 +385,8 @@ def test_means_by_name_are_over_ranks_and_finite_values(clock: Seconds):
 
 
 def test_time_left_counts_evaluations_and_saves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """A start of 50 s, a second a step, and 20 s for an evaluation before step 30."""
     # Seconds since the start, and those that are left, at each of four reports.
     log: Any = SimpleNamespace(
@@ -408,7 +405,7 @@ def test_time_left_counts_evaluations_and_saves(
 
 
 def test_the_samples_of_a_skipped_update_are_those_of_the_rank_and_micro_step(
-    ranks: Ranks,
+    ranks,
 ):
     """Unlike the number of the rank and of its micro-step: exchanged, they are other samples."""
     # Step 3 has positions 16 to 23: two for rank 0, two for rank 1, and once more.

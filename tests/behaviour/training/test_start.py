@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +69,7 @@ seed: {seed: 1}
 CHANGES["stage"] = {"type": FinetuneRun}
 
 
-def run_with(change: Mapping[str, Any]) -> Any:
+def run_with(change):
     """The run with a row of CHANGES."""
     values = SECTIONS | {"seed": change.get("seed", 0)}
     for key in change.keys() & {"data", "model", "objective", "optim", "schedule"}:
@@ -78,7 +77,7 @@ def run_with(change: Mapping[str, Any]) -> Any:
     return change.get("type", PretrainRun).model_validate(values)
 
 
-def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
+def description_of(change):
     run = run_with(change)
     shards: Any = {
         "fingerprint": "f",
@@ -91,9 +90,7 @@ def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
     return compatibility_key(run, run.model.resolved(num_classes=10), data, agreed)
 
 
-def checkpoint_of(
-    description: dict[str, Any], *, step: int = 20, **progress: Any
-) -> Checkpoint:
+def checkpoint_of(description, *, step=20, **progress):
     return Checkpoint(
         folder=Path("runs/x/checkpoints/step-20"),
         step=step,
@@ -103,15 +100,13 @@ def checkpoint_of(
     )
 
 
-def resume(checkpoint: Checkpoint, change: Mapping[str, Any]) -> None:
+def resume(checkpoint, change):
     plan = training_plan(run_with(change), world_size=1, num_samples=80)
     check_resumable(checkpoint, description_of(change), plan)
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_incompatible_change_is_refused(
-    monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
+def test_incompatible_change_is_refused(monkeypatch, key):
     # The same description is accepted, so that only the change is refused.
     saved = checkpoint_of(description_of({}))
     resume(saved, {})
@@ -122,13 +117,13 @@ def test_incompatible_change_is_refused(
     assert "num_heads" not in caught.value.what  # of an architecture, only what differs
 
 
-def test_step_beyond_the_run_is_refused() -> None:
+def test_step_beyond_the_run_is_refused():
     # As after a user has made a run shorter, which has trained for longer already.
     with pytest.raises(UserError, match="step 101 is beyond the 100 steps of this run"):
         resume(checkpoint_of(description_of({}), step=101), {})
 
 
-def test_changed_settings_are_listed(tmp_path: Path) -> None:
+def test_changed_settings_are_listed(tmp_path):
     path = tmp_path / "config.yaml"
     before = run_with({})
     assert changes_since_start(tmp_path, before) == []  # no configuration
@@ -160,12 +155,10 @@ ONLY_AT_A_START = """
     ("key", "before", "now"),
     yaml.safe_load(ONLY_AT_A_START),
 )
-def test_a_resume_refuses_settings_that_only_a_start_reads(
-    tmp_path: Path, key: str, before: Any, now: Any
-) -> None:
+def test_a_resume_refuses_settings_that_only_a_start_reads(tmp_path, key, before, now):
     """They would have no effect, and be recorded as the origin of the weights."""
 
-    def with_value(value: Any) -> FinetuneRun:
+    def with_value(value):
         change: Any = {key: value}
         section, _, name = key.rpartition(".")
         if section:
@@ -180,9 +173,7 @@ def test_a_resume_refuses_settings_that_only_a_start_reads(
     assert f"\n    {key}: started with " in caught.value.what
 
 
-def test_a_start_may_be_spelled_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_may_be_spelled_otherwise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     start = FinetuneRun.model_validate({**SECTIONS, "init": "runs/a"})
@@ -195,8 +186,8 @@ def test_a_start_may_be_spelled_otherwise(
 
 
 def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     """0.99 ** 458 is 1.002 %, 0.99 ** 459 is 0.992 %."""
     none = checkpoint_of({"ema": None})
     assert not takes_average(none, "auto")
@@ -229,7 +220,7 @@ def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
         takes_average(checkpoint_of({}), "ema")
 
 
-def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path: Path) -> None:
+def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path):
     shards = write_shard_folder(tmp_path / "a", num_per_class=10, num_shards=2)
     whole = {
         "path": str(shards),
@@ -237,7 +228,7 @@ def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path: Path) -> None:
         "val_split": None,
     }
 
-    def counts(**data: Any) -> tuple[int, int | None]:
+    def counts(**data):
         settings = DataSettings.model_validate(whole | data)
         run: Any = SimpleNamespace(data=settings, seed=0)
         training_set, evaluated = session._read_index(run)
@@ -249,10 +240,8 @@ def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path: Path) -> None:
     assert counts(dev_percent=10.0) == (18, 2)
 
 
-def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def chosen(device: str, **engine: Any) -> bool:
+def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(monkeypatch, tmp_path):
+    def chosen(device, **engine):
         return is_compiled(EngineSettings.model_validate(engine), torch.device(device))
 
     # Hooks of ZeRO-3 break the blocks apart, and a CPU needs a compiler of C++ for it.
@@ -315,13 +304,13 @@ def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(
 - [{10: null, 20: 0.9}, [20], 10, null]
 """)
 def test_a_resume_knows_the_best_of_the_steps_that_it_has_reached(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    scores: dict[int, float | None],
-    damaged: list[int],
-    start: int,
-    best: float | None,
-) -> None:
+    monkeypatch,
+    tmp_path,
+    scores,
+    damaged,
+    start,
+    best,
+):
     """A later one is damaged, whatever its score: else no better one would be saved again."""
     folder = tmp_path / "checkpoints"
     for step, score in scores.items():

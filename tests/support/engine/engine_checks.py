@@ -11,7 +11,6 @@ import os
 import sys
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -61,12 +60,12 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
     return all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def moved(first: Engine, second: Engine) -> None:
+def moved(first: Engine, second: Engine):
     """Give the second engine the state of the first."""
     tensors = whole_state(first)
     num_read = 0
 
-    def read(name: str, start: int, count: int) -> torch.Tensor:
+    def read(name, start, count):
         nonlocal num_read
         num_read += count
         return tensors[name].flatten()[start : start + count]
@@ -118,7 +117,7 @@ def state_moves_in_the_middle(
     target: int,
     task: str = "skipped",
     precision: str = "fp32",
-) -> None:
+):
     """Half of the steps at one stage, the others at another: the training is the reference's."""
     machine = machine_of(world, source, precision)
     is_exact = precision == "fp32"
@@ -149,7 +148,7 @@ def state_moves_in_the_middle(
 
 
 @torch.no_grad()
-def uses_the_average(training: Training, *, atol: float) -> None:
+def uses_the_average(training: Training, *, atol: float):
     """The average is used for a while, and leaves no trace."""
     engine = training.engine
     state = whole_state(engine)
@@ -162,7 +161,7 @@ def uses_the_average(training: Training, *, atol: float) -> None:
     features = plain.forward_head(tokens, pre_logits=True)
     right = torch.cat([plain(pixels), features], dim=1)
 
-    def outputs() -> torch.Tensor:
+    def outputs():
         logits = engine.logits(IMAGES).float()
         features = engine.forward(IMAGES, "features").float()
         return torch.cat([logits, features], dim=1)
@@ -189,7 +188,7 @@ def far_model() -> nn.Module:
 
 
 @torch.no_grad()
-def keeps_the_head_in_fp32(world: World, *, stage: int) -> None:
+def keeps_the_head_in_fp32(world: World, *, stage: int):
     """In bf16 training starts from the unrounded weights, and logits are those of fp32 heads."""
     machine = machine_of(world, stage, "bf16")
     training = Training("average", machine, world, model=far_model())
@@ -199,7 +198,7 @@ def keeps_the_head_in_fp32(world: World, *, stage: int) -> None:
     for name, value in far_model().named_parameters():
         assert torch.equal(started[f"model.{name}"], value)
 
-    def logits() -> torch.Tensor:
+    def logits():
         logits = engine.logits(IMAGES)
         state = whole_state(engine)  # inside `averaged` the average is in `model`
         features = engine.forward(IMAGES, "features").float()
@@ -219,7 +218,7 @@ def keeps_the_head_in_fp32(world: World, *, stage: int) -> None:
     assert gaps[gaps > 0].min() < 0.0625 / 32
 
 
-def compiles_without_graph_breaks(world: World, *, stage: int) -> None:
+def compiles_without_graph_breaks(world: World, *, stage: int):
     """All blocks share their graphs: forward and backward passes in training, and one without."""
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
@@ -245,16 +244,14 @@ def compiles_without_graph_breaks(world: World, *, stage: int) -> None:
     assert 1 <= counters["stats"]["unique_graphs"] <= 4
 
 
-def sends_gradients_in_the_backward_pass(
-    world: World, *, stage: int, precision: str
-) -> None:
+def sends_gradients_in_the_backward_pass(world: World, *, stage: int, precision: str):
     """In buckets, once an update."""
     machine = machine_of(world, stage, precision)
     training = Training("adamw", machine, world)
     sizes = []
     send = dist.all_reduce
 
-    def recorded(tensor: torch.Tensor, *arguments, **options):
+    def recorded(tensor, *arguments, **options):
         if torch._C._current_graph_task_id() != -1:  # autograd runs
             sizes.append(tensor.numel())
         return send(tensor, *arguments, **options)
@@ -270,7 +267,7 @@ def sends_gradients_in_the_backward_pass(
     assert sum(sizes) == pytest.approx(3 * num_elements, rel=0.01)  # with padding
 
 
-def resumes_the_loss_scale(world: World) -> None:
+def resumes_the_loss_scale(world: World):
     """fp16 halves it at the second overflow; the state moves between the first and the second.
 
     DeepSpeed refuses fp16 on CPUs without fast kernels for it, and so do we; slow ones exist.
@@ -292,12 +289,12 @@ def resumes_the_loss_scale(world: World) -> None:
     check("skipped", second.finish(), right, exact=False)
 
 
-def takes_the_gpu_that_a_task_sees(world: World) -> None:
+def takes_the_gpu_that_a_task_sees(world: World):
     """DeepSpeed took the local rank for its number: 1 on the second rank, which has GPU 0 alone."""
     devices = []
     alone = replace(world, device=torch.device("cpu", 0))
 
-    def record(device: Any) -> None:
+    def record(device):
         devices.append(str(device))
 
     with patch.object(get_accelerator(), "set_device", record):
@@ -310,7 +307,7 @@ def takes_the_gpu_that_a_task_sees(world: World) -> None:
     assert os.environ["LOCAL_RANK"] == str(world.rank)
 
 
-def refuses_other_graphs(world: World, *, stage: int) -> None:
+def refuses_other_graphs(world: World, *, stage: int):
     """Ranks whose losses use other parameters, from the start or later, get no wrong gradients."""
     for is_first_loss in (True, False):
         engine = new_engine("adamw", machine_of(world, stage), world)
@@ -381,7 +378,7 @@ CHECKS = {
 }
 
 
-def main() -> None:
+def main():
     with process_group(device="cpu", timeout_min=5, num_threads=1) as world:
         # All in one group of processes: starting one takes longer than most checks.
         for name in sys.argv[1:] or CHECKS:

@@ -118,9 +118,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"is not JSON ({error})", where=str(path)) from None
+        raise UserError(f"is not JSON ({error})", where=path) from None
     if not isinstance(content, dict):
-        raise UserError("contains no JSON object", where=str(path))
+        raise UserError("contains no JSON object", where=path)
     return content
 
 
@@ -210,12 +210,12 @@ def _torch_file(content: Any, path: Path, *, weights: str) -> TorchFile:
         raise no_average(path)
 
     if not isinstance(content, Mapping):
-        raise UserError("contains no named tensors", where=str(path))
+        raise UserError("contains no named tensors", where=path)
     for name, value in content.items():
         if not isinstance(value, torch.Tensor):
             raise UserError(
                 f"{name!r} is not a tensor",
-                where=str(path),
+                where=path,
                 allowed=f"tensors by name, also below one of {', '.join(WEIGHT_KEYS)}",
             )
 
@@ -237,7 +237,7 @@ def _torch_file(content: Any, path: Path, *, weights: str) -> TorchFile:
 def no_average(path: Path) -> UserError:
     return UserError(
         "contains no averaged weights",
-        where=str(path),
+        where=path,
         allowed="init_weights: auto, model",
         next_step="set init_weights=auto",
     )
@@ -263,7 +263,7 @@ def file_beside(described: Path, names: Collection[str]) -> Path:
             return path
     raise UserError(
         f"has {described.name}, but no weights",
-        where=str(described.parent),
+        where=described.parent,
         allowed=", ".join(names),
         next_step="copy the whole folder, or export it with --to safetensors",
     )
@@ -295,7 +295,7 @@ def _refused(error: Exception, path: Path) -> UserError:
     if refusal:
         return UserError(
             f"could run code, so nothing was loaded ({refusal[0]})",
-            where=str(path),
+            where=path,
             allowed="tensors, numbers, texts, argparse.Namespace and pathlib.PosixPath",
             next_step="ask for the weights alone, preferably as .safetensors",
         )
@@ -303,6 +303,6 @@ def _refused(error: Exception, path: Path) -> UserError:
     reason = (text.splitlines() or [type(error).__name__])[0].split(". ")[0]
     return UserError(
         f"is damaged or not a weights file ({reason})",
-        where=str(path),
+        where=path,
         next_step="download it again, or save the weights as .safetensors",
     )

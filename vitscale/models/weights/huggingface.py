@@ -137,7 +137,7 @@ def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
             problem = f"describes a model of type {model_type!r}"
         raise UserError(
             problem,
-            where=str(folder / CONFIG),
+            where=folder / CONFIG,
             allowed=f"{', '.join(FAMILIES)}, or a folder of timm, which has `architecture`",
             next_step="use weights of one of these",
         )
@@ -198,7 +198,7 @@ def _known(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if activation not in GELUS:
         raise UserError(
             f"hidden_act {activation!r} is not supported",
-            where=str(folder / CONFIG),
+            where=folder / CONFIG,
             allowed=", ".join(GELUS),
         )
     return known | {"gelu": GELUS[activation]}

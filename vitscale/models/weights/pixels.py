@@ -233,7 +233,7 @@ def _side(size: Any, path: Path, *, is_short: bool) -> tuple[int, bool]:
 def _unsupported(path: Path, what: str, allowed: str) -> UserError:
     return UserError(
         f"{what} is not supported",
-        where=str(path),
+        where=path,
         allowed=allowed,
         next_step="give a folder without this file, and the keys of `preprocessing`",
     )

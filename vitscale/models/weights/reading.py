@@ -89,7 +89,7 @@ def read_weights(
         raise
     except OSError as error:
         raise UserError(
-            f"cannot be read ({error.strerror or error})", where=str(path)
+            f"cannot be read ({error.strerror or error})", where=path
         ) from None
     # A JSON file beside the weights lacks a key, or has a value of another type.
     except (
@@ -101,11 +101,11 @@ def read_weights(
     ) as error:
         raise UserError(
             f"the model's description is incomplete or invalid ({type(error).__name__}: {error})",
-            where=str(path),
+            where=path,
         ) from None
 
     if not source.tensors:
-        raise UserError("contains no tensors", where=str(path))
+        raise UserError("contains no tensors", where=path)
     if source.known.get("name") == "timm":
         return replace(source, grid=(1, 1))
 
@@ -193,7 +193,7 @@ def _named(file: TorchFile, path: Path, timm_name: str | None) -> Weights:
                 next_step = f"set init={quote(str(path.parent))}"
             raise UserError(
                 f"has Hugging Face's names, such as {name!r}; they need {CONFIG}",
-                where=str(path),
+                where=path,
                 allowed="a folder with config.json and the weights",
                 next_step=next_step,
             )
@@ -218,7 +218,7 @@ def _classes_beside(path: Path) -> tuple[str, ...] | None:
     # ["0", "1"], is one all the same.
     if classes is None and not isinstance(content, list):
         raise UserError(
-            "is no list", where=str(listed), allowed="a JSON list of names by label"
+            "is no list", where=listed, allowed="a JSON list of names by label"
         )
     return classes
 
@@ -244,7 +244,7 @@ def _prefix(stored: Collection[str], path: Path) -> str:
     first = ", ".join(sorted(stored)[:3])
     raise UserError(
         f"contains no {google.FIRST_NAME!r}; its first names: {first}",
-        where=str(path),
+        where=path,
         allowed="weights of vision_transformer or big_vision",
     )
 
@@ -267,7 +267,7 @@ def _read_exported(folder: Path) -> Weights:
     if version != FORMAT_VERSION:
         raise UserError(
             f"format version {version!r} is unknown",
-            where=str(folder / DESCRIPTION),
+            where=folder / DESCRIPTION,
             allowed=str(FORMAT_VERSION),
         )
 
@@ -311,6 +311,6 @@ def _square_grid(tensors: names.Tensors, path: Path) -> tuple[int, int]:
             return (side, side)
     raise UserError(
         f"the grid of its {num_rows} positions cannot be inferred: they form no square",
-        where=str(path),
+        where=path,
         next_step="give a folder of Hugging Face or timm, whose config.json has the image size",
     )

@@ -1,0 +1,93 @@
+"""LeJEPA: views of an image get one embedding, and the embeddings of all images a normal spread.
+
+Source: Balestriero & LeCun 2025 (LeJEPA: Provable and Scalable Self-Supervised Learning Without the
+Heuristics).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from pretrain.objectives.views import ViewObjective, split_by_kind
+from vitscale.config.section import NamedSection
+from vitscale.distributed.random_numbers import stream_key
+from vitscale.models.registry import costs_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from vitscale.data.loader import Batch
+    from vitscale.engine.engine import Engine
+
+
+class LejepaSettings(NamedSection):
+    name: Literal["lejepa"] = "lejepa"
+    """All views of an image are drawn to the mean of its global ones, while the embeddings of each
+    view over the global batch are held to a standard normal distribution (SIGReg), which keeps them
+    from collapsing without a teacher. Balestriero & LeCun 2025. Metrics: `train/invariance`,
+    `train/sigreg`, `train/spread` (1 where the features point everywhere, 0 where all are one)."""
+    sigreg_weight: float = Field(default=0.05, gt=0, lt=1)
+    """Share of SIGReg in the loss; 0.05 in the paper."""
+    num_directions: PositiveInt = 1024
+    """Random directions in which the distribution is tested, new ones at each step."""
+    hidden_width: PositiveInt = 2048
+    """Width of the two hidden layers of the projector."""
+    projection_width: PositiveInt = 64
+    """Outputs of the projector that the loss compares; evaluations and transfer read what is below
+    it. 64 is the best of the paper."""
+
+
+class Lejepa(ViewObjective):
+    Settings = LejepaSettings
+    settings: LejepaSettings
+
+    def extend_model(self, model: Any, arch: Any) -> None:
+        from pretrain.objectives.isotropy import Projector
+
+        widths = [rows for rows, _, _ in self.head_layers(arch)]
+        model.objective = Projector([*widths, self.settings.projection_width])
+
+    def head_layers(self, arch: Any) -> list[tuple[int, int, int]]:
+        width = costs_of(arch).feature_width(arch)
+        hidden = self.settings.hidden_width
+        outputs = self.settings.projection_width
+        # A norm has a scale and a shift for each output, in place of a bias.
+        return [
+            (width, hidden, 2 * hidden),
+            (hidden, hidden, 2 * hidden),
+            (hidden, outputs, outputs),
+        ]
+
+    def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
+        import torch
+
+        from pretrain.objectives.isotropy import directions, sigreg, spread
+
+        # Views of one size pass through the model together, those of an image side by side.
+        embedded = []
+        for views_BVCSS in split_by_kind(batch):
+            if views_BVCSS is not None:
+                embedded_NE = engine.forward(views_BVCSS.flatten(0, 1), "objective")
+                shape = views_BVCSS.shape[:2]
+                embedded.append(embedded_NE.float().unflatten(0, shape))
+        embedded_BVE = torch.cat(embedded, dim=1)
+
+        # The target moves, too: nothing is detached.
+        center_B1E = embedded[0].mean(dim=1, keepdim=True)
+        invariance = (embedded_BVE - center_B1E).square().mean()
+
+        key = stream_key("directions", self.seed, self.step)
+        directions_ED = directions(
+            embedded_BVE.shape[2], self.settings.num_directions, key=key
+        )
+        normality = sigreg(
+            embedded_BVE.transpose(0, 1), directions_ED.to(embedded_BVE.device)
+        )
+
+        self.record("train/invariance", invariance)
+        self.record("train/sigreg", normality)
+        self.record("train/spread", spread(embedded[0][:, 0]))
+        weight = self.settings.sigreg_weight
+        return (1 - weight) * invariance + weight * normality

@@ -1,0 +1,333 @@
+"""DINO, iBOT, DINOv2 and LeJEPA: parts against values by hand and slow versions, masks, costs.
+
+Trainings with them: test_reference.
+"""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from pretrain.objectives.block_masks import draw_masks
+from pretrain.objectives.isotropy import GlobalNorm, sigreg, spread
+from pretrain.objectives.self_distillation import (
+    entropies,
+    koleo,
+    patch_loss,
+    sinkhorn,
+    view_loss,
+)
+from pretrain.run import PretrainRun
+from tests.support.tables import every, rows
+from vitscale.models.costs import memory_estimate
+from vitscale.training.session import build_model
+
+# One rank; what several add: test_reference.
+pytestmark = pytest.mark.usefixtures("world")
+
+RUN = yaml.safe_load("""
+name: x
+data:
+  path: s
+  global_batch: 8
+  views: [{name: global, count: 2}, {name: local, count: 3, image_size: 16}]
+model:
+  {width: 48, depth: 2, num_heads: 2, mlp_width: 96, patch_size: 4, image_size: 32,
+   num_registers: 2}
+optim: {lr: 0.001, ema: {decay: 0.9}}
+schedule: {steps: 10}
+""")
+DINO = yaml.safe_load("""
+{name: dino, num_prototypes: 96, hidden_width: 40, bottleneck_width: 24}
+""")
+PARTS = {"patch_weight": 1, "koleo_weight": 0.1, "has_patch_head": True}
+LEJEPA = yaml.safe_load("{name: lejepa, hidden_width: 40, projection_width: 12}")
+TIMM = yaml.safe_load("""
+name: timm
+model: vit_tiny_patch16_224
+image_size: 32
+arguments: {patch_size: 4, embed_dim: 48, depth: 2, num_heads: 2, dynamic_img_size: true}
+""")
+
+
+def on_circle(*degrees):
+    angles = torch.tensor(degrees) * math.pi / 180
+    # Lengths do not matter.
+    lengths = torch.arange(1, len(degrees) + 1)[:, None]
+    return lengths * torch.stack([angles.cos(), angles.sin()], dim=1)
+
+
+# ---- values by hand ------------------------------------------------------------------------------
+
+
+def test_sinkhorn_gives_each_prototype_the_same_weight():
+    scores = torch.tensor(
+        [[0.2, 0.0, 0.0], [0.1, 0.1, 0.0], [0.2, 0.0, 0.1], [0.3, 0.1, 0.0]]
+    )
+    answers = sinkhorn(scores, temperature=0.1)
+    # Computed in fp64 with the numbers of rows and prototypes that the paper divides by.
+    assert answers[0].tolist() == pytest.approx(
+        [0.414605, 0.256029, 0.329366], abs=1e-6
+    )
+    assert answers.sum(dim=1).tolist() == pytest.approx([1] * 4)
+    # A score of 4 over a temperature of 0.04 is beyond what exp() holds.
+    large = sinkhorn(scores * 20, temperature=0.04)
+    assert large.isfinite().all()
+
+
+def test_the_loss_of_views_leaves_out_the_view_itself():
+    """Pairs one by one, in fp64; of one pair the value is known."""
+    teacher = (torch.tensor([0.1, 0.2, 0.0]) / 0.05).softmax(dim=0)
+    students = torch.tensor([[5.0, -3, 1], [0.2, 0.1, 0.0]]).expand(1, 2, 3)
+    answers = torch.stack([teacher, torch.zeros(3)])[None]
+    # The second answer is empty: only the first one counts, against the second view.
+    loss = 2 * view_loss(students, answers, temperature=0.1)
+    assert loss.item() == pytest.approx(1.306172, abs=1e-5)
+
+    random = torch.Generator().manual_seed(0)
+    students = torch.randn(4, 5, 7, generator=random)
+    answers = torch.randn(4, 2, 7, generator=random).softmax(dim=2)
+    terms = [
+        -(answers[image, one].double() * students[image, other].double().log_softmax(0))
+        for image in range(4)
+        for one in range(2)
+        for other in range(5)
+        if one != other
+    ]
+    right = torch.stack(terms).sum(dim=1).mean().item()
+    assert view_loss(students, answers, temperature=1).item() == pytest.approx(right)
+
+
+def test_the_loss_of_patches_is_a_mean_of_views():
+    masked = torch.tensor(
+        [[True, True, True, False], [False] * 4, [True] + [False] * 3]
+    )
+    students = torch.zeros(4, 8)
+    # Three patches of the first view are answered by one prototype each; ln 8 are lost of each.
+    answers = F.one_hot(torch.tensor([0, 1, 2, 3]), 8).float()
+    loss = patch_loss(students, answers, masked, temperature=0.1)
+    assert loss.item() == pytest.approx(2 / 3 * math.log(8))
+
+
+def test_koleo_is_the_distance_to_the_nearest():
+    assert koleo(on_circle(0, 60, 180)).item() == pytest.approx(-0.183102, abs=1e-6)
+
+
+def test_sigreg_is_the_integral_of_the_paper():
+    ends = torch.tensor([[[1.0], [-1.0]]])
+    assert sigreg(ends, torch.ones(1, 1)).item() == pytest.approx(0.218714, abs=1e-6)
+    # In the limit of N the statistic of N collapsed values is N times a constant.
+    nothing = sigreg(torch.zeros(2, 50, 3), torch.eye(3)).item()
+    assert nothing == pytest.approx(
+        50 * sigreg(torch.zeros(1, 1, 3), torch.eye(3)).item()
+    )
+
+
+def test_meters_at_their_ends():
+    alike = torch.full((6, 4), 0.25)
+    chosen = torch.eye(4)
+    collapsed = chosen[[1] * 6]
+    # Answers that say nothing, that use all prototypes, and that are all one.
+    for answers, of_each, of_mean in ((alike, 1, 1), (chosen, 0, 1), (collapsed, 0, 0)):
+        values = entropies(answers)
+        assert values["train/teacher_entropy"].item() == pytest.approx(
+            of_each, abs=1e-6
+        )
+        assert values["train/mean_entropy"].item() == pytest.approx(of_mean, abs=1e-6)
+    assert spread(on_circle(30, 30, 30)).item() == pytest.approx(0, abs=1e-6)
+    assert spread(on_circle(0, 120, 240)).item() == pytest.approx(1, abs=1e-6)
+
+
+@rows("""
+- [spread, of_each, of_mean, warns]
+- [0.5, 0.9, 0.99, false]
+- [0.06, 0.71, 0.71, true]
+- [0.001, 0.5, 0.9, true]
+- [0.5, 1.0, 1.0, true]
+- [0.5, null, null, false]
+""")
+def test_a_collapse_is_named(spread, of_each, of_mean, warns):
+    """Answers that are all one, features that are, and answers that say nothing."""
+    means = {"train/spread": spread}
+    if of_each is not None:
+        means |= {"train/teacher_entropy": of_each, "train/mean_entropy": of_mean}
+    _, objective, _, _ = opened(DINO)
+    warning = objective.warning(means) or ""
+    assert warning.startswith("collapsing") == warns
+
+
+def test_the_norm_of_the_projector_is_batch_norm():
+    norm = GlobalNorm(5)
+    other = torch.nn.BatchNorm1d(5)
+    with torch.no_grad():
+        for parameter in (*norm.parameters(), *other.parameters()):
+            parameter.copy_(torch.linspace(-1, 2, 5))
+    rows_NX = torch.randn(9, 5) * 3 + 2
+    torch.testing.assert_close(norm(rows_NX), other(rows_NX))
+
+
+# ---- masks ---------------------------------------------------------------------------------------
+
+
+def masks_of(positions, **changes):
+    options = {"masked_views": 0.5, "shares": (0.1, 0.5), "seed": 3} | changes
+    masked_NL = draw_masks(positions, num_views=2, grid=(14, 14), **options)
+    return masked_NL.reshape(len(positions), 2, 14, 14)
+
+
+def test_half_of_the_views_are_masked_by_a_tenth_to_a_half():
+    masked = masks_of(np.arange(400)).sum(axis=(2, 3))
+    # Exactly one view of each image, and not always the same.
+    assert ((masked > 0).sum(axis=1) == 1).all()
+    assert 150 < (masked[:, 0] > 0).sum() < 250
+
+    shares = masked.max(axis=1) / 196
+    assert shares.max() <= 0.5 + 0.5 / 196
+    # Of a uniform share the mean is 0.3, and blocks fill nearly all of it.
+    assert 0.27 < shares.mean() < 0.31
+    assert shares.min() < 0.12
+    assert shares.max() > 0.48
+
+
+def test_masks_are_blocks():
+    """A masked patch has far more masked neighbours than by chance."""
+    masked = masks_of(np.arange(100), shares=(0.3, 0.3))
+    rows_RC = masked[masked.any(axis=(2, 3))]
+    beside = (rows_RC[:, :, 1:] & rows_RC[:, :, :-1]).sum() / rows_RC[:, :, 1:].sum()
+    assert beside > 0.6
+
+
+def test_a_mask_depends_on_its_position_alone():
+    together = masks_of(np.arange(40, 48))
+    for number in range(8):
+        alone = masks_of(np.array([40 + number]))
+        assert np.array_equal(together[number], alone[0])
+    assert not np.array_equal(together, masks_of(np.arange(40, 48), seed=4))
+
+
+def test_an_image_of_few_patches_has_one_masked():
+    masked_NL = draw_masks(
+        np.arange(9),
+        num_views=1,
+        grid=(1, 2),
+        masked_views=1,
+        shares=(0.1, 0.1),
+        seed=0,
+    )
+    assert (masked_NL.sum(axis=1) == 1).all()
+
+
+# ---- costs ---------------------------------------------------------------------------------------
+
+
+def opened(objective, **changed):
+    run = PretrainRun.model_validate(RUN | {"objective": objective} | changed)
+    assert not list(run.problems())
+    arch = run.model.resolved(num_classes=0)
+    built = run.make_objective()
+    return run, built, arch, build_model(run, built, arch)
+
+
+OBJECTIVES = {"dino": DINO, "all parts": DINO | PARTS, "lejepa": LEJEPA}
+
+
+@every(name=OBJECTIVES, family="vit, timm")
+def test_costs_are_those_counted(name, family):
+    """Forward and backward passes of the student, and the teacher's, by torch's counter."""
+    changed = {"model": TIMM} if family == "timm" else {}
+    _, objective, arch, model = opened(OBJECTIVES[name], **changed)
+    counts = [parameter.numel() for parameter in model.parameters()]
+    assert objective.num_parameters(arch) == sum(counts)
+
+    def answer(pixels, output, **inputs):
+        return model(pixels.float(), output=output, **inputs)
+
+    engine = SimpleNamespace(forward=answer, teacher=torch.no_grad()(answer))
+    global_BVCSS = torch.randint(0, 256, (8, 2, 3, 32, 32), dtype=torch.uint8)
+    batch = SimpleNamespace(
+        images=global_BVCSS[:, 0],
+        views={"global": global_BVCSS, "local": torch.randn(8, 3, 3, 16, 16)},
+        positions=np.arange(8),
+    )
+    # torch does not count attention in its fused kernel for CPUs.
+    plain = sdpa_kernel(SDPBackend.MATH)
+    with plain, FlopCounterMode(display=False) as counter:
+        objective.loss(engine, batch).backward()
+    counted = counter.get_total_flops() / 8
+    if family == "vit":
+        assert objective.train_flops_per_image(arch) == pytest.approx(counted, rel=0.03)
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None, parameter_name
+
+
+def test_the_memory_of_a_teacher_is_counted():
+    """A copy in the precision of the forward pass, whole on each rank."""
+    _, objective, arch, model = opened(DINO)
+    options = {
+        "zero_stage": 3,
+        "world_size": 4,
+        "precision": "bf16",
+        "micro_batch": 2,
+        "activation_checkpointing": False,
+        "optimizer_bytes": 12,
+    }
+    with_teacher = memory_estimate(arch, costs=objective, **options).parameters
+    objective.has_teacher = False
+    without = memory_estimate(arch, costs=objective, **options).parameters
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert with_teacher - without == 2 * count
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@rows("""
+- [section, changed, problem]
+- [data, {}, null]
+- [data, {views: [{name: global}, {name: other}]}, null]
+- [data, {views: [{name: global}]}, data.views]
+- [data, {views: [{name: global, count: 2}, {name: local, image_size: 64}]}, data.views]
+- [data, {views: [{name: global, count: 2}, {name: local, image_size: 18}]}, data.views]
+- [data, {views: [{name: g, count: 2}, {name: local}, {name: local_b, image_size: 8}]}, data.views]
+- [data, {views: [{name: global, count: 2, image_size: 16}]}, data.views]
+- [optim, {ema: null}, optim.ema]
+- [optim, {final_weight_decay: 0.4}, optim.final_weight_decay]
+- [objective, {view_weight: 0}, objective.view_weight]
+- [objective, {has_patch_head: true}, objective.has_patch_head]
+- [objective, {masked_patches: [0.5, 0.1]}, objective.masked_patches]
+- [model, {num_classes: 5}, model.num_classes]
+""")
+def test_one_error_before_the_first_step(section, changed, problem):
+    values = RUN | {"objective": DINO}
+    values = values | {section: values[section] | changed}
+    run = PretrainRun.model_validate(values)
+    keys = [key for key, _ in run.problems()]
+    assert keys == ([] if problem is None else [problem])
+
+
+def test_timm_is_told_of_other_sizes():
+    arguments = TIMM["arguments"] | {"dynamic_img_size": False}
+    values = RUN | {"objective": DINO, "model": TIMM | {"arguments": arguments}}
+    run = PretrainRun.model_validate(values)
+    assert [key for key, _ in run.problems()] == ["model.arguments"]
+
+
+def test_prototypes_and_patches_have_rates_of_their_own():
+    steps = {"frozen_prototype_steps": 3, "patch_embed_rate": 0.2}
+    _, objective, _, model = opened(DINO | steps)
+    for step, frozen in ((0, True), (2, True), (3, False)):
+        objective.step = step
+        for name, _ in model.named_parameters():
+            factor = objective.rate_factor(objective.part_of(name))
+            right = 1.0
+            if "prototypes" in name and frozen:
+                right = 0.0
+            if "patch_embed" in name:
+                right = 0.2
+            assert factor == right, name
