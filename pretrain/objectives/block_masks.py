@@ -59,16 +59,15 @@ def _mask_blocks(mask_RC: np.ndarray, share: float, random: CounterRandom) -> No
         area = random.uniform(min(LEAST_BLOCK, rest), rest)
         # Drawn in the logarithm, so that a block is as often wide as it is high.
         aspect = math.exp(random.uniform(*map(math.log, ASPECT)))
-        height = min(max(1, round(math.sqrt(area * aspect))), rows)
-        width = min(max(1, round(math.sqrt(area / aspect))), columns)
+        height = min(max(1, round(math.sqrt(area * aspect))), rows, rest)
+        width = min(max(1, round(math.sqrt(area / aspect))), columns, rest // height)
         top = int(random.uniform() * (rows - height + 1))
         left = int(random.uniform() * (columns - width + 1))
         block_RC = mask_RC[top : top + height, left : left + width]
 
-        # A block that would mask too many, or no new one, is drawn again.
-        num_new = block_RC.size - int(block_RC.sum())
-        if 0 < num_new <= rest:
+        # A block that would mask no new one is drawn again.
+        if block_RC.all():
+            failed += 1
+        else:
             block_RC[:] = True
             failed = 0
-        else:
-            failed += 1

@@ -72,11 +72,16 @@ class DinoSettings(NamedSection):
                 "objective.masked_patches",
                 f"({low}, {high}) is not an increasing pair above 0, at most 1",
             )
-        if self.has_patch_head and not self.patch_weight:
-            yield (
-                "objective.has_patch_head",
-                "has no use without patch_weight; remove it",
-            )
+        users = {
+            "first_temperature": "temperature_steps",
+            "masked_views": "patch_weight",
+            "masked_patches": "patch_weight",
+            "has_patch_head": "patch_weight",
+        }
+        for key, user in users.items():
+            is_set = getattr(self, key) != type(self).model_fields[key].default
+            if is_set and not getattr(self, user):
+                yield f"objective.{key}", f"has no effect without {user}; remove it"
 
 
 class Dino(ViewObjective):
@@ -95,6 +100,8 @@ class Dino(ViewObjective):
                 "objective.has_patch_head",
                 "model.pool=cls_mean makes features wider than patches; set it to true",
             )
+        if settings.patch_weight and getattr(run.model, "pool_norm", False):
+            yield "model.pool_norm", "leaves patches without a norm; set it to false"
 
     def extend_model(self, model: Any, arch: Any) -> None:
         from pretrain.objectives.self_distillation import SelfDistillation
@@ -146,25 +153,29 @@ class Dino(ViewObjective):
         return int(total)
 
     def train_flops_per_image(self, arch: Any) -> int:
-        settings = self.settings
         num_global = self._count(is_local=False)
         # A step of the model is three forward passes, and the teacher has one.
         teacher = num_global * costs_of(arch).train_flops_per_image(arch) // 3
 
-        # What else passes through heads: the teacher's views once, and what is masked, as expected.
-        passes = float(num_global)
-        if settings.patch_weight:
-            masked_share = sum(settings.masked_patches) / 2 * settings.masked_views
-            num_masked = masked_share * getattr(arch, "num_patches", 0) * num_global
-            passes += (3 + 1) * num_masked
+        # What else passes through heads: the teacher's views once, and what is masked.
+        passes = num_global + (3 + 1) * self._num_masked(arch)
         heads = 2 * self.head_weights(arch) * passes
         return super().train_flops_per_image(arch) + teacher + int(heads)
 
+    def _num_masked(self, arch: Any) -> float:
+        """Patches of an image that are masked in its global views, on average."""
+        settings = self.settings
+        if not settings.patch_weight:
+            return 0.0
+        masked_share = sum(settings.masked_patches) / 2 * settings.masked_views
+        num_patches = getattr(arch, "num_patches", 0)
+        return float(masked_share * num_patches * self._count(is_local=False))
+
     def activation_bytes_per_image(self, arch: Any, **options: Any) -> int:
         # Scores in fp32, their logarithms and gradients.
-        num_views = sum(view.count for view in self.views)
-        scores = 3 * 4 * num_views * self.settings.num_prototypes
-        return super().activation_bytes_per_image(arch, **options) + scores
+        num_scored = sum(view.count for view in self.views) + self._num_masked(arch)
+        scores = 3 * 4 * num_scored * self.settings.num_prototypes
+        return super().activation_bytes_per_image(arch, **options) + int(scores)
 
     # ---- training
 

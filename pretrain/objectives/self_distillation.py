@@ -91,7 +91,8 @@ class SelfDistillation(nn.Module):
         if not settings.patch_weight:
             return
 
-        if not hasattr(model, "patch_embed"):
+        has_patches = hasattr(model, "patch_embed")
+        if not (has_patches and hasattr(model, "num_prefix_tokens")):
             raise UserError(
                 "the model has no patches to mask",
                 where="objective.patch_weight",
@@ -150,7 +151,9 @@ class SelfDistillation(nn.Module):
         # Ranks may have different numbers of masked patches.
         num_rows = scores_NK.new_full((1,), len(scores_NK))
         sums = sum_over_ranks(torch.cat([scores_NK.sum(dim=0), num_rows]))
-        center_K.lerp_(sums[:-1] / sums[-1].clamp(min=1), CENTER_RATE)
+        moved_K = center_K.lerp(sums[:-1] / sums[-1].clamp(min=1), CENTER_RATE)
+        # An update whose loss is not finite is skipped, and so the centre stays, too.
+        center_K.copy_(torch.where(sums.isfinite().all(), moved_K, center_K))
         return answers_NK
 
 

@@ -74,6 +74,8 @@ class Engine:
         self.dtype = dtype
         self._ema = ema
         self._num_averaged = 0
+        self._start_share = 1.0
+        """How much of the average is the weights before the first step."""
         self._total_steps = total_steps
         self._state_names = OPTIMIZERS[optimizer_name].state_names
         if ema is not None:
@@ -201,6 +203,7 @@ class Engine:
             return
         self._num_averaged += 1
         decay = self._ema.decay_at(self._num_averaged, self._total_steps)
+        self._start_share *= decay
         weights = self._layout.updated_tensors()
         averages = [self.base_optimizer.state[tensor][AVERAGE] for tensor in weights]
 
@@ -392,6 +395,7 @@ class Engine:
         counters: dict[str, Any] = {
             "guard": self._guard.state(),
             "num_averaged": self._num_averaged,
+            "start_share": self._start_share,
         }
         # Only fp16 under ZeRO scales its loss, and only a wrapper of DeepSpeed has the scale.
         if isinstance(self._layout, WrappedLayout) and self.dtype == torch.float16:
@@ -402,6 +406,7 @@ class Engine:
         """Restore what `export_counters` of any layout gave."""
         self._guard.load_state(counters["guard"])
         self._num_averaged = counters["num_averaged"]
+        self._start_share = counters.get("start_share", 0.0)
         # A checkpoint of another precision has no loss scale; fp16 then starts with its own.
         if isinstance(self._layout, WrappedLayout) and "loss_scaler" in counters:
             self._layout.set_loss_scaler(counters["loss_scaler"])

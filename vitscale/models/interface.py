@@ -199,10 +199,11 @@ class DropPathByPosition(nn.Module):
         num_rows = tokens_NTD.shape[0]
         num_views = num_rows // len(self.positions)
 
-        # The same numbers as `uniform_rows` makes on a host.
+        # The same numbers as `uniform_rows` makes on a host. Views of another size have others.
         golden = signed(GOLDEN)
+        key = self.key + tokens_NTD.shape[1]
         views_V = torch.arange(1, num_views + 1, device=tokens_NTD.device)
-        starts_B = _mixed(self.key + (self.positions + 1) * golden)
+        starts_B = _mixed(key + (self.positions + 1) * golden)
         draws_N = _mixed(starts_B[:, None] + views_V * golden).flatten()
 
         is_kept_N = _shifted(draws_N, 40) >= self.rate

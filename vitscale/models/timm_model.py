@@ -271,7 +271,7 @@ def decayed(name: str, parameter: Any) -> bool:
     return (
         parameter.ndim >= 2
         and not name.endswith(".bias")
-        and not parameter.is_undecayed
+        and not getattr(parameter, "is_undecayed", False)
     )
 
 
@@ -284,7 +284,8 @@ def layers_above(name: str, arch: TimmSettings) -> int:
             where="optim.layer_decay",
             next_step="set it to 1",
         )
-    return layers[name]
+    # What an objective adds is above all layers of timm.
+    return layers.get(name, 0)
 
 
 def checkpoint_activations(model: nn.Module) -> None:

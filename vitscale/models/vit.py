@@ -80,6 +80,8 @@ class ViT(VisionTransformer):
         `blocks`: of `block_features`; `tokens`: of `tokens_of`, which takes inputs;
         `objective`: what the objective's module predicts from the images and `inputs`.
         """
+        rows, columns = images_B3SS.shape[2:]
+        assert rows == columns, "images are square"
         if output == "objective":
             return self.objective(self, images_B3SS, **inputs)
         if output == "tokens":

@@ -68,11 +68,8 @@ class EmaSettings(Section):
     """What it keeps at the last step; a cosine leads there from `decay`. DINO: 0.996 to 1. null:
     `decay`."""
 
-    def decay_at(self, step: int, total_steps: float = math.inf) -> float:
-        """What is kept at the `step`-th of all steps, the first being 1.
-
-        Without a number of steps it is that of a run without end: always the first decay.
-        """
+    def decay_at(self, step: int, total_steps: int) -> float:
+        """What is kept at the `step`-th of all steps, the first being 1."""
         decay = self.decay
         if self.final_decay is not None:
             decay = cosine(decay, self.final_decay, (step - 1) / total_steps)

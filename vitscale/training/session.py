@@ -194,6 +194,8 @@ class TrainingSession:
         agreed = self.objective.prepare(
             classes=self.data.classes, world=self.world, engine=run.engine
         )
+        # Heads of another size would read each other's values.
+        agreed["num_parameters"] = self.objective.num_parameters(self.arch)
         self._description = compatibility_key(run, self.arch, self.data, agreed)
 
     def _open_checkpoints(self, stack: ExitStack) -> Checkpoint | None:
@@ -802,7 +804,9 @@ def compatibility_key(
         "optimizer": optim.name,
         "layer_decay": optim.layer_decay,
         "weight_decay_mode": optim.weight_decay_mode,
-        "ema": None if optim.ema is None else optim.ema.model_dump(mode="json"),
+        "ema": None
+        if optim.ema is None
+        else optim.ema.model_dump(mode="json", exclude_none=True),
         "data_fingerprint": data.fingerprint,
         "only_keys": data.key_hash,
         "order_version": ORDER_VERSION,
@@ -868,7 +872,8 @@ def check_resumable(
     another = "choose another name (name=...), or remove the run folder to start over"
     changed = ""
     for key, now in description.items():
-        before = checkpoint.description.get(key)
+        # What a checkpoint of an earlier version does not say is not compared.
+        before = checkpoint.description.get(key, now)
         if before == now:
             continue
 

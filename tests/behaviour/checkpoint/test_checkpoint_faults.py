@@ -13,9 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,7 +35,7 @@ DISK_CALLS = """
 
 
 @pytest.fixture(scope="module")
-def strace() -> str:
+def strace():
     """Skipped where it is missing or may not trace."""
     path = shutil.which("strace")
     works = False
@@ -49,7 +47,7 @@ def strace() -> str:
     return path
 
 
-def calls_of(log: Path) -> list[str]:
+def calls_of(log):
     """Every system call of a watched writer in strace's notation: NAME:when=N."""
     counts = Counter()
     # A fault is placed by the name of a call and how often that was called before.
@@ -60,7 +58,7 @@ def calls_of(log: Path) -> list[str]:
     return occasions
 
 
-def save_under(strace: str, folder: Path, inject: str | None) -> int:
+def save_under(strace, folder, inject):
     """Exit code of a writer of step 2 with a fault, or (None) only watched."""
     light_save(folder, step=1)
 
@@ -84,7 +82,7 @@ def save_under(strace: str, folder: Path, inject: str | None) -> int:
     return code
 
 
-def check_recovery(folder: Path, *, promised: bool) -> int:
+def check_recovery(folder, *, promised):
     """Check the guarantees and return the step found."""
     checkpoint, complaints = newest_checkpoint(folder)
     assert checkpoint is not None
@@ -103,13 +101,13 @@ def check_recovery(folder: Path, *, promised: bool) -> int:
 
 
 def fault_at_each(
-    strace: str,
+    strace,
     tmp_path,
-    fault: str,
+    fault,
     *,
-    calls: Sequence[str] = (),
-    stride: int = 1,
-) -> list[tuple[int, int]]:
+    calls=(),
+    stride=1,
+):
     """(exit code, step found) with the fault at each of the save's calls, or of those named."""
     watched = tmp_path / "watched"
     assert save_under(strace, watched, None) == 0
@@ -132,7 +130,7 @@ def fault_at_each(
     return outcomes
 
 
-def some_or_every(stride: int) -> list[Any]:
+def some_or_every(stride):
     """Strides over the calls of a save: every call only by hand."""
     return [stride, pytest.param(1, marks=pytest.mark.exhaustive)]
 

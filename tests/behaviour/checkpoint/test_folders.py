@@ -27,7 +27,7 @@ RANK_FILE = "rank-00000.safetensors"
 MANIFEST = "manifest.json"
 
 
-def save(tmp_path, step: int) -> Path:
+def save(tmp_path, step):
     return light_save(tmp_path / "checkpoints", step=step, keep=9).folder
 
 
@@ -51,7 +51,7 @@ a file: rm -r $PWD; touch $PWD
 )
 
 
-def damaged(kind: str, folder: Path):
+def damaged(kind, folder):
     if kind == "bit flipped":
         flip(folder / RANK_FILE, -1)
         return
@@ -59,7 +59,7 @@ def damaged(kind: str, folder: Path):
     subprocess.run(DAMAGE[kind], shell=True, check=True, cwd=folder, env=environment)
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def content(folder):
     contents = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,23 +42,23 @@ class Node:
 class DiskModel:
     """The tree below one real folder, changed by recorded calls."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root):
         self.root = root
         self.top = Node(True)
         self.files = {}
 
-    def node(self, path: str | Path) -> Node:
+    def node(self, path):
         node = self.top
         for part in Path(path).relative_to(self.root).parts:
             node = node.names[part]
         return node
 
-    def place(self, path: str | Path) -> tuple[dict[str, Node], str]:
+    def place(self, path):
         """The names of the folder above, and the path's own name in it."""
         path = Path(path)
         return self.node(path.parent).names, path.name
 
-    def apply(self, call: str, result, *arguments):
+    def apply(self, call, result, *arguments):
         match call, arguments:
             case "open", (path, flags, *_):
                 # A new file has a name at once, for as long as power is there.
@@ -86,13 +85,13 @@ class DiskModel:
                 names, name = self.place(path)
                 del names[name]
 
-    def states(self) -> Iterator[Node]:
+    def states(self):
         """What may be left: only what was flushed, or besides it all names without content."""
         yield _durable(self.top, all_names=False)
         yield _durable(self.top, all_names=True)
 
 
-def _durable(node: Node, *, all_names: bool) -> Node:
+def _durable(node, *, all_names):
     """What is left of a node. all_names: names that nobody flushed are there, too."""
     names = node.names if all_names else node.durable_names
     left = {}
@@ -101,7 +100,7 @@ def _durable(node: Node, *, all_names: bool) -> Node:
     return Node(node.is_folder, content=node.durable_content, names=left)
 
 
-def write_out(node: Node, path: Path):
+def write_out(node, path):
     """Write a state's tree as real files, for the real reader."""
     if not node.is_folder:
         path.write_bytes(node.content)
@@ -111,7 +110,7 @@ def write_out(node: Node, path: Path):
         write_out(child, path / name)
 
 
-def rmtree(folder: Path, *, ignore_errors: bool = False):
+def rmtree(folder, *, ignore_errors=False):
     """shutil.rmtree in calls with whole paths."""
     if ignore_errors and not folder.exists():
         return
@@ -120,7 +119,7 @@ def rmtree(folder: Path, *, ignore_errors: bool = False):
     os.rmdir(folder)
 
 
-def broken_promises(tmp_path, *, keep: int = 1) -> list[str]:
+def broken_promises(tmp_path, *, keep=1):
     """Lose power after each call of three saves; return what the reader finds wrong."""
     root = tmp_path / "disk"
     after = tmp_path / "after"
@@ -183,7 +182,7 @@ WRITE_NEW_FILE = folders.write_new_file
 COMMIT_FOLDER = folders.commit_folder
 
 
-def unflushed(path: Path, pieces, *, suffix: str) -> tuple[int, str]:
+def unflushed(path, pieces, *, suffix):
     """Write a file, without its fsync if it has this suffix."""
     with pytest.MonkeyPatch.context() as patch:
         if path.suffix == suffix:
@@ -191,7 +190,7 @@ def unflushed(path: Path, pieces, *, suffix: str) -> tuple[int, str]:
         return WRITE_NEW_FILE(path, pieces)
 
 
-def rename_only(temporary: Path, final: Path, *, flush: str):
+def rename_only(temporary, final, *, flush):
     """Commit with one of the two flushes that belong to it."""
     if flush == "content":
         fsync_folder(temporary)
@@ -200,7 +199,7 @@ def rename_only(temporary: Path, final: Path, *, flush: str):
         fsync_folder(final.parent)
 
 
-def pruned_first(temporary: Path, final: Path):
+def pruned_first(temporary, final):
     """Remove the old steps before the new one has its name."""
     for path in final.parent.glob("step-*"):
         rmtree(path)

@@ -35,7 +35,7 @@ from vitscale.distributed.processes import node_name
 from vitscale.distributed.world import World
 
 
-def save(folder: Path, world: World, *, step: int, keep: int = 3) -> Path:
+def save(folder, world, *, step, keep=3):
     store = CheckpointStore(folder, keep=keep, world=world)
     tensors = {
         "model.a": torch.full((3,), float(step)),
@@ -378,7 +378,7 @@ def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world, monkeypatch):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch):
     # One process without a group; a lock that is given up within a second.
     changes = {
         "errors_on_all_ranks": lambda *_, **__: contextlib.nullcontext(),
@@ -395,7 +395,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path / "run"
 
 
-def lock(folder: Path) -> contextlib.AbstractContextManager[None]:
+def lock(folder):
     alone = {
         "rank": 0,
         "world_size": 1,

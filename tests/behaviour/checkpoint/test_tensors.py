@@ -1,7 +1,6 @@
 """Tensor files: the library reads them; a rank reads the ranges it needs of any layout."""
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,9 +24,7 @@ CPU = torch.device("cpu")
 WHOLE = torch.arange(60.0).view(3, 20)
 
 
-def copied(
-    tensors: dict[str, torch.Tensor], copy: HostCopy | None = None
-) -> list[bytes | memoryview]:
+def copied(tensors, copy=None):
     """The content of a tensor file: a header, then the copied bytes."""
     copy = copy or HostCopy(CPU)
     copy.prepare(tensors)
@@ -105,7 +102,7 @@ def test_host_memory_is_reused_and_does_not_alias():
     assert copy._buffer.data_ptr() == address
 
 
-def write(folder: Path, cuts: list[int]) -> list[Path]:
+def write(folder, cuts):
     """Slices of WHOLE, one file each; the last file also has a whole tensor."""
     edges = sorted({0, *cuts, WHOLE.numel()})
     paths = []

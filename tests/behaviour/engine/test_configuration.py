@@ -15,12 +15,12 @@ FP32 = torch.float32
 
 
 def config(
-    dtype: torch.dtype,
+    dtype,
     *,
-    stage: int = 1,
-    accumulation: int = 3,
-    largest_parameter: int = 1,
-    world_size: int = 2,
+    stage=1,
+    accumulation=3,
+    largest_parameter=1,
+    world_size=2,
     **raw,
 ):
     """Return what DeepSpeed gets, for 4 images a micro-batch on each rank."""

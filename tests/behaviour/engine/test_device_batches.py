@@ -1,7 +1,6 @@
 """Batches one ahead: streams and copies of a GPU are recorded instead of made."""
 
 import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ CPU = torch.device("cpu")
 GPU = torch.device("cuda", 1)
 
 
-def numbered(num: int, *, error: Exception | None = None) -> Iterator[Batch]:
+def numbered(num, *, error=None):
     """Batches whose pixels and labels are their number; then perhaps an error."""
     for number in range(num):
         images = torch.full((2, 3, 4, 4), number)
@@ -26,7 +25,7 @@ def numbered(num: int, *, error: Exception | None = None) -> Iterator[Batch]:
 
 
 @pytest.fixture
-def events(monkeypatch) -> list[str]:
+def events(monkeypatch):
     """What a GPU would be told to do, in order."""
     log = []
     copies = object()

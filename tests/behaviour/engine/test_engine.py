@@ -3,7 +3,6 @@
 Its numbers: test_reference. On two ranks, compiled, in fp16: test_golden_curves.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -51,7 +50,7 @@ LAYOUTS = {0: PlainLayout, 1: FlatLayout, 3: PartitionedLayout}
 
 
 @pytest.fixture(autouse=True)
-def original_linear() -> Iterator[None]:
+def original_linear():
     """An engine at ZeRO 3 that is not closed leaves its own in the process."""
     yield
     torch.nn.functional.linear = torch._C._nn.linear
@@ -169,7 +168,7 @@ def test_another_release_of_deepspeed_is_refused(world, monkeypatch):
         new_engine("adamw", Machine(stage=1), world)
 
 
-def calls_of(loop) -> int:
+def calls_of(loop):
     """Of the third update; the first ones fill tables."""
     images = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
     labels = torch.zeros(2, dtype=torch.long)
@@ -238,7 +237,7 @@ def test_autocast_ends_with_its_engine(world):
 
 
 @pytest.fixture
-def seen_gpu() -> Iterator[None]:
+def seen_gpu():
     """DeepSpeed believes that this machine has a GPU, which nothing can use."""
     before = get_accelerator()
     set_accelerator(CUDA_Accelerator())

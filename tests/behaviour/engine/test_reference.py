@@ -5,7 +5,7 @@ case; the slow ones add all machines, and all tasks at all stages in all precisi
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,10 +22,9 @@ from tests.support.engine.reference_cases import (
     train_reference,
 )
 from tests.support.levels import by_level
-from tests.support.ranks.warm_ranks import ROOT, WarmStarter
+from tests.support.ranks.warm_ranks import ROOT
 from tests.support.reference_training import Machine, Result
 from tests.support.tables import every
-from vitscale.distributed.world import World
 from vitscale.optim.settings import OPTIMIZERS
 
 pytestmark = pytest.mark.distributed
@@ -40,7 +39,7 @@ Trained = Callable[[str], Result]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread(world: World) -> Iterator[None]:
+def one_thread(world):
     """Small tensors gain nothing from several, which wait for each other beside the ranks.
 
     Of models whose layers talk to other ranks, the reference has one rank.
@@ -54,9 +53,9 @@ def one_thread(world: World) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def trained(
     request,
-    warm_starter: WarmStarter,
+    warm_starter,
     tmp_path_factory,
-) -> Iterator[Trained]:
+):
     """Train the cases of the tests that run with the engine, in a job for each number of ranks."""
     names = dict.fromkeys([CONTROL])
     for item in request.session.items:

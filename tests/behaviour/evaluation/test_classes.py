@@ -1,7 +1,6 @@
 """A model's outputs meet the classes of a data set by name and by what names mean."""
 
 import unicodedata
-from collections.abc import Sequence
 
 import numpy as np
 from timm.data import ImageNetInfo
@@ -37,7 +36,7 @@ IMAGENETTE_IDS = (
 )
 
 
-def in_order(names: Sequence[str], order: Sequence[int]) -> tuple[str, ...]:
+def in_order(names, order):
     return tuple(names[index] for index in order)
 
 

@@ -2,7 +2,6 @@
 
 import csv
 import math
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from tests.support.engine.subjects import (
     split_of,
 )
 from tests.support.tables import every, refused, rows
-from vitscale.data.index import INDEX_NAME, SplitIndex, read_split
+from vitscale.data.index import INDEX_NAME, read_split
 from vitscale.data.label_spaces import SUBSETS, known_space, timm_file
 from vitscale.evaluation import registry
 from vitscale.evaluation.classification import Classification, ClassificationSettings
@@ -38,7 +37,6 @@ from vitscale.evaluation.evaluation import (
     Outputs,
     SettingsBase,
     Share,
-    Subject,
     check_labels,
 )
 from vitscale.evaluation.real_labels import RealLabels, RealLabelsSettings, _label_table
@@ -74,7 +72,7 @@ def test_the_interval_equals_scipys(count, images):
     assert all(map(math.isnan, none.interval()))
 
 
-def subject(*shards: str, outputs: int = 3):
+def subject(*shards, outputs=3):
     val = SimpleNamespace(classes=shards, folder="shards")
     return SimpleNamespace(
         val=val,
@@ -153,7 +151,7 @@ class Weights(Evaluation):
 
     needs = "features"
 
-    def metrics(self, subject: Subject) -> dict[str, float]:
+    def metrics(self, subject):
         engine = subject.model
         # Dropout and drop path would make the metrics random.
         assert not engine.training
@@ -161,7 +159,7 @@ class Weights(Evaluation):
         return {f"{self.settings.name}_value": engine.value}
 
 
-def scheduled(chosen, subject: Subject, **options) -> ScheduledEvaluations:
+def scheduled(chosen, subject, **options):
     engine = subject.model
     return ScheduledEvaluations(chosen, subject, engine=engine, **options)
 
@@ -181,7 +179,7 @@ class FakeEngine:
         self.training = False
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self):
         self.value = 2.0
         yield
         self.value = 1.0
@@ -247,7 +245,7 @@ def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers():
 class FiniteWeights(Weights):
     """Refuses the average of the weights."""
 
-    def metrics(self, subject: Subject) -> dict[str, float]:
+    def metrics(self, subject):
         values = super().metrics(subject)
         if 2.0 in values.values():
             raise NonFiniteOutputs("outputs of the model are not finite", where="init")
@@ -287,11 +285,11 @@ def test_every_entry_is_named_by_its_settings():
 NUM = 10
 
 
-def numbers(text: str) -> torch.Tensor:
+def numbers(text):
     return torch.tensor(yaml.safe_load(text))
 
 
-def classified(subject: Subject) -> dict[str, float]:
+def classified(subject):
     return Classification(ClassificationSettings()).metrics(subject)
 
 
@@ -517,7 +515,7 @@ def test_files_and_metric_equal_a_case_by_hand(tmp_path):
 IMAGENET = known_space("imagenet_1k")
 
 
-def subset(**settings) -> Subset:
+def subset(**settings):
     return Subset(SubsetSettings(**settings))
 
 
@@ -584,7 +582,7 @@ NUMBERS = (3, 1, 2, 4)
 
 
 # Keys are read from the index's file, not from the split: the two have the same order.
-def split_with_keys(folder: Path, keys: list[str]) -> SplitIndex:
+def split_with_keys(folder, keys):
     path = folder / INDEX_NAME
     table = pa.table({"key": keys, "split": ["val"] * len(keys)})
     pq.write_table(table, path)

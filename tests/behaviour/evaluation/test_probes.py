@@ -45,15 +45,13 @@ TEMPERATURE = 0.07
 CLASSES = 4
 
 
-def normalized(rows: int, *, seed: int) -> torch.Tensor:
+def normalized(rows, *, seed):
     generator = torch.Generator().manual_seed(seed)
     values_ND = torch.randn(rows, 8, generator=generator)
     return torch.nn.functional.normalize(values_ND, dim=1)
 
 
-def brute_force(
-    query: torch.Tensor, bank: torch.Tensor, labels: torch.Tensor, *, k: int
-) -> int:
+def brute_force(query, bank, labels, *, k):
     similar = sorted(
         (float(torch.dot(query, row)), int(label))
         for row, label in zip(bank, labels, strict=True)
@@ -135,9 +133,7 @@ def test_features_of_earlier_weights_are_never_used():
 LABELS = np.array([2, 0, 0, 2, 2, 4, 0, 2, 4, 0])
 
 
-def direct_scores(
-    train: np.ndarray, labels: np.ndarray, test: np.ndarray, *, num_classes: int
-) -> np.ndarray:
+def direct_scores(train, labels, test, *, num_classes):
     """The normal equations in float64, solved by LU, with a penalty of 1024."""
     train = train.astype(np.float64)
     test = test.astype(np.float64)
@@ -253,7 +249,7 @@ def test_accuracies_equal_a_direct_solve_of_every_draw():
 RATES = (1e-6, 1.0)
 
 
-def clusters(*, name: str, width: int = 5):
+def clusters(*, name, width=5):
     """Three classes that a line separates."""
     labels = [number % 3 for number in range(90)]
     # The two splits have different noise: their names have different lengths.
@@ -263,7 +259,7 @@ def clusters(*, name: str, width: int = 5):
     return split_of(values, labels)
 
 
-def probe(**settings) -> LinearHeads:
+def probe(**settings):
     chosen = {
         "learning_rates": RATES,
         "steps": 60,

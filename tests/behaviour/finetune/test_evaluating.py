@@ -38,7 +38,7 @@ from vitscale.config.loader import load_run
 from vitscale.data.index import read_split, sample_keys
 from vitscale.evaluation.evaluation import Share
 from vitscale.evaluation.few_shot import FewShotSettings
-from vitscale.evaluation.trained_model import TrainedModel, open_model
+from vitscale.evaluation.trained_model import open_model
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.tracker import Tracker
 
@@ -52,12 +52,12 @@ PROBES, LOGITS = yaml.safe_load("""
 """)
 
 
-def keys_of(numbers: str, split: str) -> list[str]:
+def keys_of(numbers, split):
     return [f"{split}-c{int(number) % 3}-{number}" for number in numbers.split()]
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory) -> Path:
+def shards(tmp_path_factory):
     """Sample i of a split is of class i modulo three; keys are SPLIT-cLABEL-I."""
     folder = tmp_path_factory.mktemp("shards") / "animals"
     lengths = {"train": (9, 9), "test": (6,)}
@@ -66,25 +66,25 @@ def shards(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mixed_in(tmp_path_factory) -> Path:
+def mixed_in(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards") / "more"
     lengths = {"train": (3,), "test": (3,)}
     make_shard_folder(folder, lengths=lengths, classes=CLASSES)
     return folder
 
 
-def animals() -> TrainedModel:
+def animals():
     return small_model(num_classes=3, classes=CLASSES)
 
 
-def saved(folder: Path, model: TrainedModel) -> Path:
+def saved(folder, model):
     """A folder as an export writes it, without its check."""
     folder.mkdir()
     SafetensorsFormat().write(model, folder)
     return folder
 
 
-def evaluation(init: Path, shards: Path, evaluate: list[Values], **data) -> EvaluateRun:
+def evaluation(init, shards, evaluate, **data):
     values = yaml.safe_load(
         "{name: x, tracking: {uri: null}, compute: {device: cpu, batch: 4}}"
     )
@@ -101,7 +101,7 @@ def evaluation(init: Path, shards: Path, evaluate: list[Values], **data) -> Eval
     return EvaluateRun.model_validate(values)
 
 
-def results(run: EvaluateRun) -> dict[str, float]:
+def results(run):
     evaluate_run(run, WORLD)
     stored = json.loads((Path(run.folder) / "results.json").read_text())
     return {row["metric"]: row["value"] for row in stored["results"]}
@@ -110,7 +110,7 @@ def results(run: EvaluateRun) -> dict[str, float]:
 # ---- classes -------------------------------------------------------------------------------------
 
 
-def reordered(model: TrainedModel, order: list[int]) -> dict[str, torch.Tensor]:
+def reordered(model, order):
     """Weights of the same model whose output i is that of class order[i]."""
     weights = dict(model.network.state_dict())
     for name in ("head.weight", "head.bias"):
@@ -225,9 +225,7 @@ def test_other_classes_are_neither_evaluated_nor_counted(
     assert any("no accuracy: " in line for line in lines) != has_accuracy
 
 
-def predicted(
-    model: Path, shards: Path, folder: Path
-) -> tuple[list[str], list[dict[str, str]]]:
+def predicted(model, shards, folder):
     """Lines, the last one of an error, and rows of the table. The last batch is not full."""
     output = folder / "predictions.csv"
     run = PredictRun.model_validate(
@@ -255,7 +253,7 @@ def predicted(
     return lines, list(csv.DictReader(output.open()))
 
 
-def num_right(rows: list[dict[str, str]]) -> int:
+def num_right(rows):
     return sum(row["label"] == row["class_1"] for row in rows)
 
 
@@ -476,13 +474,13 @@ def test_probes_never_learn_from_the_images_they_are_scored_on(shards, tmp_path,
     assert results(evaluation(folder, shards, [probe], val_split=None, dev_percent=50))
 
 
-def run_folder(folder: Path, **config) -> Path:
+def run_folder(folder, **config):
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump({"name": "base", **config}))
     return folder
 
 
-def evaluated(run: Path, *words: str) -> EvaluateRun:
+def evaluated(run, *words):
     argv = [f"init={run}", *words]
     # As the command does it: settings of the run first, so that words win.
     overrides = ["stage=evaluate", *settings_of_run(argv), *argv]
@@ -536,7 +534,7 @@ def test_a_run_is_evaluated_on_the_images_it_was_evaluated_on(
     assert _keys(val) == keys_of(images, split)
 
 
-def _keys(index) -> list[str]:
+def _keys(index):
     return sample_keys(index, range(index.num_samples))
 
 

@@ -23,7 +23,7 @@ from finetune.exporting.format import PHOTO as OPEN_PHOTO
 from finetune.settings import ExportRun
 from tests.support.corpora.image_samples import encoded, photograph, rotated
 from tests.support.engine.small_models import export, images_of, off_by, small_model
-from tests.support.tables import Values, every, refused, rows
+from tests.support.tables import every, refused, rows
 from vitscale.data.settings import DataSettings
 from vitscale.evaluation.samples import EvaluationResize
 from vitscale.evaluation.trained_model import SourceRun, open_model
@@ -310,7 +310,7 @@ STD = (0.2, 0.25, 0.3)
 PHOTO = photograph(250, 187)
 
 
-def own_pixels(how: Values, data: bytes) -> torch.Tensor:
+def own_pixels(how, data):
     """Levels [3, S, S] as evaluations see them."""
     settings = DataSettings(
         path="x",
@@ -322,7 +322,7 @@ def own_pixels(how: Values, data: bytes) -> torch.Tensor:
     return out.float()
 
 
-def exported(folder: Path, to: str, how: Values) -> Path:
+def exported(folder, to, how):
     model = small_model(
         image_size=SIDE,
         patch_size=16,
@@ -332,14 +332,14 @@ def exported(folder: Path, to: str, how: Values) -> Path:
     return export(model, to, folder)
 
 
-def levels(normalised_3SS: torch.Tensor) -> torch.Tensor:
+def levels(normalised_3SS):
     """The pixels from 0 to 255 of which these were normalised."""
     mean = torch.tensor(MEAN).view(3, 1, 1)
     std = torch.tensor(STD).view(3, 1, 1)
     return ((normalised_3SS * std + mean) * 255).round()
 
 
-def timm_pixels(folder: Path, image: Image.Image) -> torch.Tensor:
+def timm_pixels(folder, image):
     model = timm.create_model(f"local-dir:{folder}", pretrained=True)
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
     return levels(transform(image))

@@ -4,7 +4,6 @@ is missing is said, and refused by name."""
 import math
 import os
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,18 +43,17 @@ from vitscale.data.index import read_split
 from vitscale.data.settings import DataSettings
 from vitscale.evaluation.samples import EvaluationSamples
 from vitscale.evaluation.sheet import caption
-from vitscale.evaluation.trained_model import InferenceModel
 from vitscale.models.positions import sincos_position_embedding
 from vitscale.runs.data_prep import ImageSettings
 
 
-def inference_model(**settings) -> InferenceModel:
+def inference_model(**settings):
     return small_model(num_classes=0, **settings).for_inference(
         WORLD, precision="auto", num_images=0
     )
 
 
-def random_images(count: int) -> torch.Tensor:
+def random_images(count):
     """uint8 [count, 3, 16, 16]"""
     random = torch.Generator().manual_seed(0)
     return torch.randint(
@@ -67,9 +65,7 @@ def random_images(count: int) -> torch.Tensor:
     )
 
 
-def maps_of(
-    model: InferenceModel, images: torch.Tensor
-) -> dict[tuple[int, int], torch.Tensor]:
+def maps_of(model, images):
     """By layer and head."""
     maps = {}
 
@@ -233,7 +229,7 @@ def test_similarity_of_fixed_positions_equals_direct_computation():
 SIZE = 16
 
 
-def drawn(init: Path, output: Path, *images: Path, **values) -> set[str]:
+def drawn(init, output, *images, **values):
     """Names of the pictures; all of them show something."""
     run = VisualizeRun(
         init=str(init),
@@ -285,7 +281,7 @@ def test_the_documentation_lists_the_pictures():
 # ---- images -------------------------------------------------------------------------------------
 
 
-def visualized(*images: Path, **values) -> Visualized:
+def visualized(*images, **values):
     run = VisualizeRun(
         init="x",
         images=tuple(map(str, images)),

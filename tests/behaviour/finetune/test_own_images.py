@@ -3,7 +3,6 @@ evaluated; a run's card is of that run."""
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -23,13 +22,13 @@ SET = "model.image_size=16 model.drop_path=0.2 data.mean=[0,0,0]"
 PIXELS = COLOURS | {"eval_interpolation": "bicubic", "eval_resize": "center_crop"}
 
 
-def own(*overrides: str) -> FinetuneRun:
+def own(*overrides):
     """The configuration for images of one's own, which has no `model`."""
     words = ("data.path=nowhere", *overrides)
     return load_run(FinetuneRun, "own", overrides=words).run
 
 
-def weights(kind: str, folder: Path) -> str:
+def weights(kind, folder):
     """Of a run of ours, or published in another format each."""
     if kind == "run":
         make_shard_folder(folder / "shards", classes=("cat", "dog"))

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from finetune.run import FinetuneRun
 from finetune.start import load_initial_weights, with_head
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.engine.small_models import export, small_model
-from tests.support.tables import Values, refused, rows, words
+from tests.support.tables import refused, rows, words
 from vitscale.checkpoint.folders import Save, commit_save, only_this_rank
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
@@ -34,12 +33,12 @@ SMALL = yaml.safe_load(
 )
 
 
-def network(num_classes: int, *, seed: int = 0, **changes) -> torch.nn.Module:
+def network(num_classes, *, seed=0, **changes):
     settings = ViTSettings.model_validate({**SMALL, **changes})
     return build_model(settings.resolved(num_classes=num_classes), seed=seed)
 
 
-def load(run: FinetuneRun) -> tuple[list[str], Any]:
+def load(run):
     """The lines that a start prints, and its network of two classes with the weights of `init`."""
     arch = run.model.resolved(num_classes=2)
     model = build_model(arch, seed=1)
@@ -74,12 +73,12 @@ def test_training_says_what_the_weights_expect(tmp_path):
 
 
 @pytest.fixture
-def shards(tmp_path) -> Path:
+def shards(tmp_path):
     make_shard_folder(tmp_path / "shards", classes=CLASSES)
     return tmp_path / "shards"
 
 
-def values_of(shards: Path, **changes) -> Values:
+def values_of(shards, **changes):
     """A configuration; changes: of `model` and `data`."""
     values = {
         "name": "x",
@@ -93,9 +92,7 @@ def values_of(shards: Path, **changes) -> Values:
     return values
 
 
-def write_run(
-    folder: Path, shards: Path, *, classes: tuple[str, ...] = CLASSES, **changes
-) -> Any:
+def write_run(folder, shards, *, classes=CLASSES, **changes):
     """The run folder of a training that has committed a checkpoint; returns its network."""
     run = FinetuneRun.model_validate(values_of(shards, **changes))
     arch = run.model.resolved(num_classes=len(classes))
@@ -124,9 +121,7 @@ def write_run(
     return model
 
 
-def started(
-    shards: Path, init: Path, *, keep_head=True, **changes
-) -> tuple[list[str], Any]:
+def started(shards, init, *, keep_head=True, **changes):
     values = values_of(shards, **changes) | {"init": str(init), "keep_head": keep_head}
     return load(FinetuneRun.model_validate(values))
 
@@ -247,9 +242,7 @@ def test_misfits_name_the_keys_that_would_fit(tmp_path):
 # ---- rows of a head -----------------------------------------------------------------------------
 
 
-def head(
-    num_classes: int, *, names: tuple[str, ...] = ("head",)
-) -> dict[str, torch.Tensor]:
+def head(num_classes, *, names=("head",)):
     """Row i has weights i and bias -i."""
     rows = torch.arange(float(num_classes))
     # Other tensors, one of them of a layer before the head, which has no rows of classes.
@@ -285,11 +278,11 @@ def test_999_of_imagenets_classes_are_in_the_21k_head():
 
 
 def kept(
-    weights: dict[str, torch.Tensor],
-    source: tuple[str, ...] | None,
-    target: tuple[str, ...],
+    weights,
+    source,
+    target,
     keep="slice",
-) -> tuple[dict[str, torch.Tensor], str]:
+):
     given = Weights(
         tensors=weights,
         classes=source,

@@ -4,7 +4,6 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from timm.models import get_pretrained_cfg
 
 import vitscale
 from tests.support.engine.small_models import export, small_model
-from tests.support.tables import Values, every, refused, rows
+from tests.support.tables import every, refused, rows
 from vitscale.evaluation.api import Preprocess
 from vitscale.evaluation.trained_model import Preprocessing, open_model
 from vitscale.models.settings import TimmSettings, ViTSettings
@@ -33,11 +32,11 @@ SMALL = yaml.safe_load(
 )
 
 
-def tiny_weights() -> dict[str, torch.Tensor]:
+def tiny_weights():
     return timm.create_model(TINY, **SMALL).state_dict()
 
 
-def photographs() -> list[Image.Image]:
+def photographs():
     """Smooth images of many shapes, wide, high and small ones."""
     random = np.random.default_rng(0)
     images = []
@@ -55,7 +54,7 @@ PHOTOGRAPHS = photographs()
 Transform = Callable[[Image.Image], torch.Tensor]
 
 
-def largest_difference(ours: Transform, theirs: Transform) -> float:
+def largest_difference(ours, theirs):
     """The largest mean difference of an image's pixels, of their deviation."""
     differences = []
     for image in PHOTOGRAPHS:
@@ -124,7 +123,7 @@ VIT = PROCESSORS["vit"]
 BIT = PROCESSORS["bit"]
 
 
-def hugging_face(folder: Path, kind: str, processor: Values, **config) -> Path:
+def hugging_face(folder, kind, processor, **config):
     """A folder of transformers with random weights and this processor."""
     name = {"deit": "DeiT", "dinov2": "Dinov2", "vit": "ViT"}[kind]
     sizes = yaml.safe_load("""
@@ -212,7 +211,7 @@ CONFIGS = yaml.safe_load("""
 """)
 
 
-def timm_folder(folder: Path, config: Values, *, is_old: bool) -> Path:
+def timm_folder(folder, config, *, is_old):
     """is_old: as timm 0.6 wrote it, without the group pretrained_cfg."""
     content = {"pretrained_cfg": config}
     if is_old:
@@ -287,7 +286,7 @@ TRAINED = yaml.safe_load("""
 """)
 
 
-def trained_by_timm(path: Path, arguments: Values, **more):
+def trained_by_timm(path, arguments, **more):
     """A checkpoint of timm's train.py; returns the model."""
     torch.manual_seed(0)
     model = timm.create_model(

@@ -18,7 +18,6 @@ from vitscale.models import costs
 from vitscale.models.interface import round_weights
 from vitscale.models.settings import TimmSettings, ViTSettings
 from vitscale.models.timm_model import (
-    TimmModel,
     build_model,
     classifiers,
     decayed,
@@ -35,7 +34,7 @@ NAMES = ("test_vit", "test_convnext", "test_efficientnet_gn", "test_mambaout")
 SIZE = 64
 
 
-def built(name: str, *, seed: int = 0, num_classes: int = 5, **values) -> TimmModel:
+def built(name, *, seed=0, num_classes=5, **values):
     values = {
         "image_size": SIZE,
         "head_std": 0.1,
@@ -45,12 +44,12 @@ def built(name: str, *, seed: int = 0, num_classes: int = 5, **values) -> TimmMo
     return build_model(settings.resolved(num_classes=num_classes), seed=seed)
 
 
-def load(target: TimmModel, source: torch.nn.Module, **options: bool):
+def load(target, source, **options):
     options = {"keep_head": True, **options}
     target.load_weights(source.state_dict(), where="x", **options)
 
 
-def plain(name: str):
+def plain(name):
     """The model as timm makes it."""
     # Models that take any size know no such argument.
     sized = {}
@@ -59,7 +58,7 @@ def plain(name: str):
     return timm.create_model(name, num_classes=5, **sized).eval()
 
 
-def images(size: int = SIZE) -> torch.Tensor:
+def images(size=SIZE):
     random = torch.Generator().manual_seed(1)
     return torch.randn(2, 3, size, size, generator=random)
 
@@ -347,7 +346,7 @@ def test_a_published_encoder_may_name_no_classifier():
     assert classifiers(PretrainedCfg(classifier=None)) == ()
 
 
-def build_for_training(name: str, **arguments) -> torch.nn.Module:
+def build_for_training(name, **arguments):
     values = yaml.safe_load("""
     {name: x, data: {path: x, global_batch: 1}, schedule: {steps: 1}, optim: {lr: 1.0},
      model: {name: timm, num_classes: 5, image_size: 64}}

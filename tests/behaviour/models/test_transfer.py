@@ -20,7 +20,7 @@ from vitscale.models.positions import (
     sincos_position_embedding,
 )
 from vitscale.models.settings import ViTSettings
-from vitscale.models.vit import ViT, build_model
+from vitscale.models.vit import build_model
 from vitscale.models.weights.files import Weights
 from vitscale.models.weights.transfer import transfer_weights
 
@@ -35,7 +35,7 @@ SMALL = ViTSettings(
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(5))
 
 
-def shaken(*, num_classes: int = 5, **changes) -> ViT:
+def shaken(*, num_classes=5, **changes):
     """A model in evaluation mode whose weights, the head's too, are all random."""
     settings = SMALL.model_copy(update=changes)
     model = build_model(settings.resolved(num_classes=num_classes), seed=0)
@@ -47,14 +47,14 @@ def shaken(*, num_classes: int = 5, **changes) -> ViT:
 
 
 def transfer(
-    target: ViT,
-    source: ViT,
+    target,
+    source,
     *,
     computed=None,
     more=None,
     source_grid=None,
     **options,
-) -> list[str]:
+):
     """more: further tensors of the source. Returns the names that were left out."""
     weights = Weights(
         tensors=source.state_dict() | (more or {}),
@@ -255,12 +255,12 @@ def test_a_wrong_grid_is_refused():
 # ---- positions -----------------------------------------------------------------------------------
 
 
-def embedding(rows: int, columns: int, *, prefix: int) -> torch.Tensor:
+def embedding(rows, columns, *, prefix):
     random = torch.Generator().manual_seed(0)
     return torch.randn(prefix + rows * columns, 6, generator=random)
 
 
-def scipy_zoom(grid_RCD: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+def scipy_zoom(grid_RCD, size):
     """As Google's code: linear, corners on corners."""
     rows, columns, _ = grid_RCD.shape
     factors = (size[0] / rows, size[1] / columns, 1)
@@ -268,7 +268,7 @@ def scipy_zoom(grid_RCD: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     return torch.from_numpy(zoomed).float()
 
 
-def timm_resample(grid_RCD: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+def timm_resample(grid_RCD, size):
     rows, columns, _ = grid_RCD.shape
     resampled = resample_abs_pos_embed(
         grid_RCD.flatten(0, 1)[None],
@@ -279,9 +279,7 @@ def timm_resample(grid_RCD: torch.Tensor, size: tuple[int, int]) -> torch.Tensor
     return resampled.reshape(*size, -1)
 
 
-def cubic(
-    grid_RCD: torch.Tensor, size: tuple[int, int], *, offset: float
-) -> torch.Tensor:
+def cubic(grid_RCD, size, *, offset):
     """Cubic convolution (a = -0.75) along each side in float64, borders repeated.
 
     The side of an output pixel is M / (n + offset) input pixels.

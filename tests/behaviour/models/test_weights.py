@@ -5,7 +5,6 @@ import json
 import os
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +14,11 @@ import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
-from torch import nn
 
 from tests.support.engine.small_models import export, small_model
 from tests.support.golden import FOLDER
 from tests.support.tables import every, refused, rows
-from vitscale.evaluation.trained_model import TrainedModel, open_model
+from vitscale.evaluation.trained_model import open_model
 from vitscale.models.costs import num_parameters
 from vitscale.models.settings import ViTSettings
 from vitscale.models.weights.reading import read_weights
@@ -39,7 +37,7 @@ TINY = "vit_tiny_patch16_224"
 
 
 @torch.no_grad()
-def shaken(model: nn.Module):
+def shaken(model):
     """No parameter is at its usual start, where a lost one could go unnoticed."""
     random = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -47,7 +45,7 @@ def shaken(model: nn.Module):
     return model.eval()
 
 
-def check(ours: TrainedModel, expected: torch.Tensor, output: str = "logits"):
+def check(ours, expected, output="logits"):
     with torch.no_grad():
         given = ours.network(IMAGES, output=output)
     # Outputs that are nearly zero would be close to anything small.
@@ -236,20 +234,20 @@ def test_a_bare_file_needs_only_its_heads(tmp_path, name):
 Arrays = dict[str, np.ndarray]
 
 
-def big_vision(folder: Path) -> Arrays:
+def big_vision(folder):
     """Random weights under big_vision's names, which timm reads as well (`test_exporting`)."""
     exported = export(small_model(class_position=False), "npz", folder / "exported")
     with np.load(exported / "model.npz") as arrays:
         return {name.removeprefix("params/"): arrays[name] for name in arrays.files}
 
 
-def npz(path: Path, content: Arrays, *, prefix: str = "") -> Path:
+def npz(path, content, *, prefix=""):
     np.savez(path, **{f"{prefix}{name}": value for name, value in content.items()})
     return path
 
 
 @torch.no_grad()
-def logits_of(path: Path) -> torch.Tensor:
+def logits_of(path):
     random = torch.Generator().manual_seed(1)
     images = torch.randn(3, 3, 16, 16, generator=random)
     return open_model(str(path)).network(images)
@@ -337,7 +335,7 @@ HEADS_OF_DINO = {
 }
 
 
-def under(prefix: str) -> dict[str, torch.Tensor]:
+def under(prefix):
     return {f"{prefix}{name}": value for name, value in STATE.items()}
 
 
@@ -401,11 +399,11 @@ def test_heads_are_those_of_the_known_model(tmp_path, width, heads):
 class Trap:
     """Unpickled, it would create a file."""
 
-    def __init__(self, path: Path, make=Path.touch):
+    def __init__(self, path, make=Path.touch):
         self.path = path
         self.make = make
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return (self.make, (self.path,))
 
 
@@ -477,7 +475,7 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path):
 
 
 @pytest.fixture
-def weights(tmp_path) -> Path:
+def weights(tmp_path):
     model = timm.create_model(TINY, **TIMM | {"embed_dim": 192, "depth": 1})
     path = tmp_path / "model.safetensors"
     save_file(model.state_dict(), path)

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pretrain.objectives.block_masks import draw_masks
 from pretrain.objectives.isotropy import GlobalNorm, sigreg, spread
 from pretrain.objectives.self_distillation import (
+    Scores,
     entropies,
     koleo,
     patch_loss,
@@ -26,6 +27,9 @@ from pretrain.objectives.self_distillation import (
 from pretrain.run import PretrainRun
 from tests.support.tables import every, rows
 from vitscale.models.costs import memory_estimate
+from vitscale.models.registry import MODELS
+from vitscale.optim.optimizers import optimizer_groups
+from vitscale.optim.settings import EmaSettings, OptimSettings
 from vitscale.training.session import build_model
 
 # One rank; what several add: test_reference.
@@ -172,6 +176,15 @@ def test_the_norm_of_the_projector_is_batch_norm():
     torch.testing.assert_close(norm(rows_NX), other(rows_NX))
 
 
+def test_curves_are_half_a_cosine():
+    ema = EmaSettings(decay=0.8, final_decay=1, warmup=False)
+    kept = [ema.decay_at(step, 10) for step in (1, 6, 11)]
+    assert kept == pytest.approx([0.8, 0.9, 1])
+    optim = OptimSettings(lr=1, weight_decay=0.04, final_weight_decay=0.4)
+    factors = [optim.decay_factor(step, 10) for step in (0, 5, 10)]
+    assert factors == pytest.approx([1, 5.5, 10])
+
+
 # ---- masks ---------------------------------------------------------------------------------------
 
 
@@ -204,10 +217,13 @@ def test_masks_are_blocks():
 
 
 def test_a_mask_depends_on_its_position_alone():
-    together = masks_of(np.arange(40, 48))
-    for number in range(8):
-        alone = masks_of(np.array([40 + number]))
+    together = masks_of(np.arange(40, 60), masked_views=0.3)
+    # Of 40 views 12: exact over a batch.
+    assert together.any(axis=(2, 3)).sum() == 12
+    for number in range(20):
+        alone = masks_of(np.array([40 + number]), masked_views=0.3)
         assert np.array_equal(together[number], alone[0])
+    together = masks_of(np.arange(40, 48))
     assert not np.array_equal(together, masks_of(np.arange(40, 48), seed=4))
 
 
@@ -300,7 +316,10 @@ def test_the_memory_of_a_teacher_is_counted():
 - [optim, {final_weight_decay: 0.4}, optim.final_weight_decay]
 - [objective, {view_weight: 0}, objective.view_weight]
 - [objective, {has_patch_head: true}, objective.has_patch_head]
-- [objective, {masked_patches: [0.5, 0.1]}, objective.masked_patches]
+- [objective, {masked_views: 0.3}, objective.masked_views]
+- [objective, {first_temperature: 0.05}, objective.first_temperature]
+- [objective, {first_temperature: 0.05, temperature_steps: 3}, null]
+- [objective, {masked_patches: [0.5, 0.1], patch_weight: 1}, objective.masked_patches]
 - [model, {num_classes: 5}, model.num_classes]
 """)
 def test_one_error_before_the_first_step(section, changed, problem):
@@ -309,6 +328,44 @@ def test_one_error_before_the_first_step(section, changed, problem):
     run = PretrainRun.model_validate(values)
     keys = [key for key, _ in run.problems()]
     assert keys == ([] if problem is None else [problem])
+
+
+def test_models_of_timm_have_rates_by_layers():
+    """What an objective adds is decayed as own layers are, and has the rate of the head."""
+    run, objective, arch, model = opened(DINO | PARTS, model=TIMM)
+    family = MODELS["timm"].load()
+    groups = optimizer_groups(
+        model.named_parameters(),
+        settings=run.optim.model_copy(update={"layer_decay": 0.5, "weight_decay": 0.1}),
+        decayed=family.decayed,
+        layers_above=lambda name: family.layers_above(name, arch),
+        part_of=objective.part_of,
+    )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {}
+    for group in groups:
+        for parameter in group["params"]:
+            rates = (group["lr_scale"], group["weight_decay"], group["part"])
+            found[names[parameter]] = rates
+    assert found["objective.head.prototypes.weight"] == (1, 0.1, "prototypes")
+    assert found["objective.mask_token"] == (1, 0, "")
+    scale, _, part = found["patch_embed.proj.weight"]
+    assert scale <= 0.25
+    assert part == "patch embedding"
+
+
+def test_the_centre_stays_where_an_update_is_skipped():
+    _, _, _, model = opened(DINO)
+    module = model.objective
+    good = torch.randn(4, 96)
+    none = good[:0]
+    module.answers(Scores(none, good, none), temperature=0.1)
+    center_K = module.view_center.clone()
+    torch.testing.assert_close(center_K, 0.1 * good.mean(dim=0))
+    bad = good.clone()
+    bad[2, 5] = math.inf
+    module.answers(Scores(none, bad, none), temperature=0.1)
+    assert torch.equal(module.view_center, center_K)
 
 
 def test_timm_is_told_of_other_sizes():

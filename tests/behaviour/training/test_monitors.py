@@ -404,6 +404,22 @@ def test_time_left_counts_evaluations_and_saves(
         assert IntervalLog._seconds_left(log, step) == pytest.approx(left)
 
 
+def test_a_warning_is_said_once_and_not_in_the_first_steps(clock, world, capsys):
+    log = opened(DATA, world)
+    log.engine.gradient_norm = lambda: 1.0
+    log.engine.loss_scale = None
+    log.tracker = SimpleNamespace(log=lambda metrics, step: None)
+    log.means = SimpleNamespace(read=lambda: {"train/loss": 1.0})
+    answers = iter(["w", "w", None, "w"])
+    log.warning = lambda means: next(answers)
+    first = PLAN.total_steps // 20
+    for step in (1, first, first + 1, first + 2, first + 3, first + 4):
+        clock.spend(1)()
+        log.write(step, lr=0.0)
+    said = [line for line in capsys.readouterr().out.splitlines() if line[-3:] == ": w"]
+    assert said == [f"step {first + 1}: w", f"step {first + 4}: w"]
+
+
 def test_the_samples_of_a_skipped_update_are_those_of_the_rank_and_micro_step(
     ranks,
 ):

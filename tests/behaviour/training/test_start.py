@@ -188,31 +188,20 @@ def test_a_start_may_be_spelled_otherwise(tmp_path, monkeypatch):
 def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
     capsys,
 ):
-    """0.99 ** 458 is 1.002 %, 0.99 ** 459 is 0.992 %."""
     none = checkpoint_of({"ema": None})
     assert not takes_average(none, "auto")
     assert not takes_average(none, "model")
 
     # The share of the first, random weights that is left in the average decides.
-    ema = {"ema": {"decay": 0.99, "warmup": False}}
-    early = checkpoint_of(ema, engine={"num_averaged": 458})
-    late = checkpoint_of(ema, engine={"num_averaged": 459})
+    ema = {"ema": {"decay": 0.99}}
+    early = checkpoint_of(ema, engine={"start_share": 0.01002})
+    late = checkpoint_of(ema, engine={"start_share": 0.00992})
     assert takes_average(early, "ema")
     assert takes_average(late, "auto")
     assert not takes_average(late, "model")
 
     # A line is printed only where the choice was not the user's.
     assert capsys.readouterr().err == ""
-
-    # With warm-up 2/11, 3/12, 4/13, 5/14, ... are kept: 1.4 % after three steps, 0.5 % after four.
-    warm = {"ema": {"decay": 0.99, "warmup": True}}
-    four = checkpoint_of(warm, engine={"num_averaged": 4})
-    assert takes_average(four, "auto")
-    assert capsys.readouterr().err == ""
-    three = checkpoint_of(warm, engine={"num_averaged": 3})
-    assert not takes_average(three, "auto")
-    assert capsys.readouterr().err
-
     assert not takes_average(early, "auto")
     message = "taking the raw weights, since 1% of their average"
     assert message in capsys.readouterr().err

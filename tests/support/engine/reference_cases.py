@@ -249,9 +249,11 @@ dino:
            frozen_prototype_steps: 4}
   data: *views
   optim: {ema: {decay: 0.8, final_decay: 1}, weight_decay: 0.5, final_weight_decay: 2}
+  # The teacher drops nothing.
+  model: {drop_path: 0.2}
 dinov2:
   objective:
-    {<<: *dino, patch_weight: 1, has_patch_head: true, koleo_weight: 0.02, centering: sinkhorn}
+    {<<: *dino, patch_weight: 1, has_patch_head: true, koleo_weight: 0.002, centering: sinkhorn}
   data: *views
   optim: {ema: {decay: 0.8}}
 ibot:
@@ -330,7 +332,8 @@ TASKS = {
         loss=lambda: losses.dino(
             temperatures=temperature_of,
             masks_of=masks_of,
-            koleo=0.02,
+            # Near ties of the nearest image are broken by rounding.
+            koleo=0.002,
             is_balanced=True,
         ),
         couples=True,

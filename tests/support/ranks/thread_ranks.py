@@ -33,4 +33,10 @@ def run_ranks(
             raise
 
     with ThreadPoolExecutor(num_ranks) as pool:
-        return list(pool.map(run_rank, range(num_ranks)))
+        futures = [pool.submit(run_rank, rank) for rank in range(num_ranks)]
+    # The error that made the others give up, not one of theirs.
+    errors = [future.exception() for future in futures]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError | None):
+            raise error
+    return [future.result() for future in futures]
