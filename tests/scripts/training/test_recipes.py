@@ -68,7 +68,19 @@ def shrunk(run: Run) -> list[str]:
     arch = run.model.resolved(num_classes=10)
     # Fine-tuning has another grid than what it starts from, as in the papers.
     side = {"pretrain": 2, "finetune": 3}[run.stage]
+    others = []
+    if run.data.views:
+        # Images that are compared come at once, and local views have a patch.
+        local = f"{{name: local, count: 2, image_size: {arch.patch_size}}}"
+        others = [
+            f"data.views=[{{name: global, count: 2}}, {local}]",
+            "engine.max_micro_batch=8",
+            "objective.hidden_width=16",
+        ]
+    if run.objective.name == "dino":
+        others.append("objective.num_prototypes=32")
     return [
+        *others,
         "model.width=32",
         "model.depth=2",
         "model.num_heads=2",
