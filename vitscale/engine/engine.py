@@ -108,6 +108,11 @@ class Engine:
         )
         _cast_fixed_tables(model)
         self.base_optimizer = self._layout.base_optimizer
+        # Groups of `optimizer_groups` say all this; those of another caller are as torch makes them.
+        for group in self.base_optimizer.param_groups:
+            group.setdefault("lr_scale", 1.0)
+            group.setdefault("part", "")
+            group.setdefault("full_decay", group.get("weight_decay", 0.0))
 
         # Training starts from the weights as they were before DeepSpeed rounded them.
         self._parts = list(self._layout.parts(trained))
