@@ -46,6 +46,7 @@ class Lejepa(ViewObjective):
     def extend_model(self, model: Any, arch: Any) -> None:
         from pretrain.objectives.isotropy import Projector
 
+        super().extend_model(model, arch)
         widths = [rows for rows, _, _ in self.head_layers(arch)]
         model.objective = Projector([*widths, self.settings.projection_width])
 

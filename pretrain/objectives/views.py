@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vitscale.config.errors import UserError
 from vitscale.config.section import Problems
 from vitscale.objectives.objective import Objective
 
@@ -65,14 +66,6 @@ class ViewObjective(Objective):
                     "set its image_size",
                 )
 
-        # Models of timm take images of other sizes where they are told so.
-        arguments = getattr(run.model, "arguments", {"dynamic_img_size": True})
-        takes_any_size = arguments.get("dynamic_img_size", False)
-        if sizes["local"] - {image_size} and not takes_any_size:
-            yield (
-                "model.arguments",
-                "timm's model takes images of one size; set it to {dynamic_img_size: true}",
-            )
         # The model's own report comes first: with its problems there are no patches.
         if any(run.model.problems()):
             return
@@ -84,6 +77,26 @@ class ViewObjective(Objective):
                     "data.views",
                     f"{size} px is no multiple of the patch size {patch_size}; set image_size",
                 )
+
+    def extend_model(self, model: Any, arch: Any) -> None:
+        """Raises UserError for a model that does not take views of another size."""
+        import torch
+
+        # Models of timm have no common word for it, and only the model itself knows.
+        others = {view.image_size for view in self.views} - {None, arch.image_size}
+        model.eval()
+        for side in others:
+            try:
+                with torch.no_grad():
+                    model(torch.zeros(1, 3, side, side), output="features")
+            except Exception as error:  # timm's models raise any kind
+                raise UserError(
+                    f"the model takes no views of {side} px ({error})",
+                    where="data.views",
+                    next_step="set model.arguments={dynamic_img_size: true} where the model has "
+                    "it, or remove the image_size of local views",
+                ) from None
+        model.train()
 
     def _count(self, *, is_local: bool) -> int:
         return sum(
