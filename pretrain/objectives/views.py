@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from vitscale.data.loader import Batch
     from vitscale.runs.training import TrainingRun
 
-# Healthy runs stay above five times this.
+# Of the information in an answer, healthy runs keep three times as much.
 COLLAPSED = 0.01
+# Healthy runs are below a half after a tenth of their steps.
+NOT_NORMAL = 0.9
 
 
 class ViewObjective(Objective):
@@ -83,9 +85,9 @@ class ViewObjective(Objective):
         import torch
 
         # Models of timm have no common word for it, and only the model itself knows.
-        others = {view.image_size for view in self.views} - {None, arch.image_size}
+        own = arch.image_size
         model.eval()
-        for side in others:
+        for side in {view.image_size or own for view in self.views} - {own}:
             try:
                 with torch.no_grad():
                     model(torch.zeros(1, 3, side, side), output="features")
@@ -107,7 +109,8 @@ class ViewObjective(Objective):
         # Answers that are the same for all images, or features that are.
         information = means.get("train/mean_entropy", 1.0)
         information -= means.get("train/teacher_entropy", 0.0)
-        if min(information, means.get("train/spread", 1.0)) > COLLAPSED:
+        is_spread = min(information, means.get("train/spread", 1.0)) > COLLAPSED
+        if is_spread and means.get("train/sigreg_share", 0.0) < NOT_NORMAL:
             return None
         return "collapsing: all images look alike to the model; docs/methods.md says what helps"
 

@@ -137,6 +137,13 @@ def lejepa(weight: float, directions_of: Callable[[int], torch.Tensor]) -> Loss:
         invariance = sum(gaps) / len(gaps)
         sample.metrics["train/invariance"] = invariance
         sample.metrics["train/sigreg"] = sigreg
+        # Of zeros the mean of all exponentials is 1.
+        zero = 0.0
+        for knot in knots:
+            gauss = math.exp(-(knot**2) / 2)
+            share = 0.5 if abs(knot) == 5 else 1.0
+            zero += share * 10 / 16 * gauss * (1 - gauss) ** 2
+        sample.metrics["train/sigreg_share"] = sigreg / (len(pixels) * zero)
         sample.metrics["train/spread"] = _spread(embedded[0])
         return (1 - weight) * invariance + weight * sigreg
 

@@ -201,7 +201,7 @@ class PlainLayout(OwnLayout):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-        share_of = {}
+        share_of: dict[Any, float] = {}
         groups = self.base_optimizer.param_groups
         for group, share in zip(groups, self.shares(), strict=True):
             share_of |= dict.fromkeys(group["params"], share)
