@@ -337,10 +337,13 @@ class Engine:
     ) -> None:
         """The rate of the head; a group's `lr_scale` gives that of the layers below.
 
-        rate_factor: of a part of the model (`Objective.part_of`). decay_factor: of weight decay.
+        rate_factor: of a part of the model (`Objective.part_of`); the gradients of one that is 0
+        count in no norm. decay_factor: of weight decay.
         """
         for group in self.base_optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"] * rate_factor(group["part"])
+            factor = rate_factor(group["part"])
+            group["lr"] = lr * group["lr_scale"] * factor
+            group["is_frozen"] = factor == 0
             group["weight_decay"] = group["full_decay"] * decay_factor
 
     def gradient_norm(self) -> float:
