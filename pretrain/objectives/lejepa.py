@@ -66,6 +66,7 @@ class Lejepa(ViewObjective):
         import torch
 
         from pretrain.objectives.isotropy import directions, sigreg, spread
+        from vitscale.objectives.draws import on_device
 
         # Views of one size pass through the model together, those of an image side by side.
         embedded = []
@@ -84,9 +85,9 @@ class Lejepa(ViewObjective):
         directions_ED = directions(
             embedded_BVE.shape[2], self.settings.num_directions, key=key
         )
-        normality = sigreg(
-            embedded_BVE.transpose(0, 1), directions_ED.to(embedded_BVE.device)
-        )
+        # A device is not waited for.
+        there_ED = on_device(directions_ED.numpy(), embedded_BVE.device)
+        normality = sigreg(embedded_BVE.transpose(0, 1), there_ED)
 
         self.record("train/invariance", invariance)
         self.record("train/sigreg", normality)

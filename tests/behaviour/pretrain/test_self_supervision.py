@@ -178,16 +178,17 @@ def test_meters_at_their_ends():
 
 
 @rows("""
-- [spread, of_each, of_mean, warns]
-- [0.5, 0.9, 0.99, false]
-- [0.06, 0.71, 0.71, true]
-- [0.001, 0.5, 0.9, true]
-- [0.5, 1.0, 1.0, true]
-- [0.5, null, null, false]
+- [spread, of_each, of_mean, sigreg, warns]
+- [0.5, 0.9, 0.99, 0, false]
+- [0.06, 0.71, 0.71, 0, true]
+- [0.001, 0.5, 0.9, 0, true]
+- [0.5, 1.0, 1.0, 0, true]
+- [0.5, null, null, 0.6, false]
+- [0.5, null, null, 0.95, true]
 """)
-def test_a_collapse_is_named(spread, of_each, of_mean, warns):
+def test_a_collapse_is_named(spread, of_each, of_mean, sigreg, warns):
     """Answers that are all one, features that are, and answers that say nothing."""
-    means = {"train/spread": spread}
+    means = {"train/spread": spread, "train/sigreg_share": sigreg}
     if of_each is not None:
         means |= {"train/teacher_entropy": of_each, "train/mean_entropy": of_mean}
     _, objective, _, _ = opened(DINO)
