@@ -9,6 +9,7 @@
  */
 #include "_resample.h"
 
+#include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -402,14 +403,21 @@ static int part_needs_row(const struct part *part, int y)
     return row >= 0 && row < part->resampler.height && part->resampler.is_used[row];
 }
 
-int sink_needs_row(const struct sink *sink, int y)
+int sink_needs_row(const struct sink *sink, int y, int *first, int *stop)
 {
     int i;
 
-    for (i = 0; i < sink->num_parts; i++)
-        if (part_needs_row(&sink->parts[i], y))
-            return 1;
-    return 0;
+    *first = INT_MAX;
+    *stop = 0;
+    for (i = 0; i < sink->num_parts; i++) {
+        const struct part *part = &sink->parts[i];
+        int right = part->left + part->resampler.width;
+        if (!part_needs_row(part, y))
+            continue;
+        *first = part->left < *first ? part->left : *first;
+        *stop = right > *stop ? right : *stop;
+    }
+    return *stop > 0;
 }
 
 void sink_take_row(struct sink *sink, int y, const uint8_t *row)
