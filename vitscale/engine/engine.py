@@ -108,7 +108,7 @@ class Engine:
         )
         _cast_fixed_tables(model)
         self.base_optimizer = self._layout.base_optimizer
-        # Groups of `optimizer_groups` say all this; those of another caller are as torch makes them.
+        # Groups of `optimizer_groups` say all this, those of another caller only what torch asks.
         for group in self.base_optimizer.param_groups:
             group.setdefault("lr_scale", 1.0)
             group.setdefault("part", "")
