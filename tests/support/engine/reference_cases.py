@@ -425,11 +425,11 @@ def fast_cases() -> tuple[str, ...]:
             return {(task, machine.ranks > 1)}
         precision = (machine.precision, machine.sent_in_bf16)
         facts = [("stage", machine.stage), ("precision", precision)]
-        for_task = [
-            *facts,
-            ("several", machine.accumulation > 1),
-            ("ranks", machine.ranks > 1),
-        ]
+        ranks = ("ranks", machine.ranks > 1)
+        # What several ranks measure together shows in fp32 alone.
+        if TASKS[task].couples:
+            ranks = (*ranks, machine.precision)
+        for_task = [*facts, ("several", machine.accumulation > 1), ranks]
         facts.append(("accumulation", machine.accumulation))
         facts.append(("all ranks", machine.ranks))
         return {*combinations(facts, 2), *((task, fact) for fact in for_task)}
