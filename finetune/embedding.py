@@ -57,8 +57,8 @@ def embed_images(
     parent = next(path for path in folder.parents if path.exists())
     free = shutil.disk_usage(parent).free
     room = (
-        f"{needed / GB:,.1f} GB needed, for the table and the parts that it is joined from; "
-        f"{free / GB:,.1f} GB free in {parent}"
+        f"{needed / GB:,.3f} GB needed, for the table and the parts that it is joined from; "
+        f"{free / GB:,.3f} GB free in {parent}"
     )
     if free < needed:
         raise UserError(
@@ -73,7 +73,7 @@ def embed_images(
     flops = costs_of(model.arch).train_flops_per_image(model.arch) // 3
     yield (
         f"dry run: would write {images.total:,} rows with {features.list_size:,} features of "
-        f"{run.dtype}, {num_bytes / GB:,.1f} GB, to {run.output}"
+        f"{run.dtype}, {num_bytes / GB:,.3f} GB, to {run.output}"
     )
     yield f"a forward pass for each: {images.total * flops:.3g} FLOPs"
     yield room
@@ -134,7 +134,6 @@ def feature_table(run: EmbedRun, model: TrainedModel, images: Images) -> Table:
         model=model,
         images=images,
         data=model.preprocessing.settings(
-            run.data.path,
             batch=run.compute.batch,
             num_workers=run.data.num_workers,
             remote=run.data.remote,

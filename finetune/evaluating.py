@@ -175,7 +175,6 @@ def _subject(run: EvaluateRun, model: TrainedModel, world: World) -> Subject:
 
     # The images are read as the model expects them, whatever the run's data say.
     data = model.preprocessing.settings(
-        run.data.path,
         batch=run.compute.batch,
         num_workers=run.data.num_workers,
         remote=run.data.remote,

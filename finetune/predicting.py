@@ -139,7 +139,6 @@ def class_table(run: PredictRun, model: TrainedModel, images: Images) -> Table:
         model=model,
         images=images,
         data=model.preprocessing.settings(
-            run.images[0],
             batch=run.compute.batch,
             num_workers=run.num_workers,
             remote=run.remote,

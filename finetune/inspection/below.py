@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -46,18 +45,16 @@ def draw_heat(
     label: str,
     marked: tuple[int, int] | None = None,
 ) -> Figure:
-    """Values on the photographs in grey. label: what they are. marked: row and column of a patch
-    with a frame."""
+    """Values from 0 to 1 on the photographs in grey. label: what they are. marked: row and column
+    of a patch with a frame."""
     _, _, photos_B3PP = subject.drawn
-    # One scale for all images, of what there is: the cosines of many models are all near 1.
-    scale = Normalize(float(values_BRC.min()), float(values_BRC.max()))
     values_B1PP = F.interpolate(
         values_BRC[:, None], size=photos_B3PP.shape[2:], mode="bilinear"
     )
 
     # The colours of the heat would mix with those of the photograph, so that one is grey.
     greys_B1PP = photos_B3PP.double().mean(dim=1, keepdim=True) / 255
-    colors_BPP4 = colormaps[COLORS](scale(values_B1PP[:, 0].numpy()))
+    colors_BPP4 = colormaps[COLORS](values_B1PP[:, 0].numpy())
     colors_B3PP = torch.from_numpy(colors_BPP4[..., :3]).permute(0, 3, 1, 2)
     heats_B3PP = torch.lerp(greys_B1PP, colors_B3PP, OPACITY)
 
@@ -67,9 +64,11 @@ def draw_heat(
         row, column = marked
         for axes in figure.axes:
             corner = (column * side, row * side)
-            axes.add_patch(Rectangle(corner, side, side, fill=False, color="lime"))
+            axes.add_patch(
+                Rectangle(corner, side, side, fill=False, color="lime", lw=2)
+            )
     figure.colorbar(
-        ScalarMappable(scale, COLORS),
+        ScalarMappable(cmap=COLORS),
         ax=figure.axes,
         label=label,
         shrink=0.5,

@@ -66,10 +66,13 @@ def draw_similarity(subject: Visualized) -> Figure:
     cosines_BL = similarities(
         patch_tokens(subject), patch=place[0] * columns + place[1]
     )
+    # Each image to its own scale: all patches of many models are alike.
+    least_B1 = cosines_BL.amin(dim=1, keepdim=True)
+    values_BL = (cosines_BL - least_B1) / (1 - least_B1)
     return draw_heat(
         subject,
         "Similarity of the marked patch to all others",
-        cosines_BL.unflatten(1, subject.grid),
-        label="cosine",
+        values_BL.unflatten(1, subject.grid),
+        label="cosine, from the least of the image to 1",
         marked=place,
     )

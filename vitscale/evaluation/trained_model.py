@@ -66,10 +66,10 @@ class Preprocessing:
         del values["image_size"]
         return values
 
-    def settings(self, path: str = "", *, batch: int = 1, **more: Any) -> DataSettings:
-        """Settings that read the images of `path` as the model expects them."""
+    def settings(self, *, batch: int = 1, **more: Any) -> DataSettings:
+        """Settings that read images as the model expects them, wherever they are."""
         values = self.data_values()
-        return DataSettings(path=path, global_batch=batch, **values, **more)
+        return DataSettings(path="", global_batch=batch, **values, **more)
 
 
 class InferenceModel:
