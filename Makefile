@@ -69,7 +69,7 @@ check: install
 
 # Most tests start processes and wait for them, so two files run at a time; one with WORKERS=0.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # VITSCALE_REQUIRE_ALL=1 makes tests fail that would be skipped because the machine lacks something.
 test: install

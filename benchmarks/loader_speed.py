@@ -1,8 +1,9 @@
-"""Compare training_batches with webdataset, torchvision, OpenCV, DALI and SPDL.
+"""Compare training_batches with webdataset, torchvision, OpenCV, DALI, SPDL and TurboLoader.
 
     python benchmarks/loader_speed.py --images PHOTOS --workers 2 --rounds 5 --json results.json
     python benchmarks/loader_speed.py --images PHOTOS --png            # the same photographs as PNG
     python benchmarks/loader_speed.py --images PHOTOS --png-side 32    # as in CIFAR, output 32 px
+    python benchmarks/loader_speed.py --images PHOTOS --views          # several views of an image
 
 Every loader runs in a fresh process (except with --toy), on the same shards of
 data_prep/make_shards.py, which are in the page cache. Our pixels are compared with Pillow's first.
@@ -29,7 +30,16 @@ from benchmarks.corpora.photo_folder import (
     write_photo_folder,
 )
 from benchmarks.loader import contenders, pixels
-from benchmarks.loader.contenders import CONTENDERS, RIVALS, sample_order, why_missing
+from benchmarks.loader.contenders import (
+    CONTENDERS,
+    RIVALS,
+    VIEW_COSTS,
+    VIEW_GAINS,
+    VIEWS,
+    Contender,
+    sample_order,
+    why_missing,
+)
 from benchmarks.loader.ours import SIDE
 from benchmarks.measuring import (
     ROOT,
@@ -57,6 +67,7 @@ PACKAGES = (
     "opencv-python",
     "nvidia-dali-cuda130",
     "spdl",
+    "turboloader",
 )
 
 
@@ -146,7 +157,8 @@ def measure_pixels(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_rates(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
-    present = [name for name in CONTENDERS if left_out(name) is None]
+    compared = VIEWS if options.views else CONTENDERS
+    present = [name for name in compared if left_out(name) is None]
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in present}
     index = read_split(shards, split="train")
     order = sample_order(shards)
@@ -167,7 +179,7 @@ def measure_rates(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
             labels = result.pop("labels")
             is_right = set(labels) <= all_labels
             # Others shuffle by chance: of them only the set of labels is known.
-            if CONTENDERS[name].in_our_order:
+            if compared[name].in_our_order:
                 samples = [order.at(position)[1] for position in range(len(labels))]
                 is_right = labels == index.label[samples].tolist()
             if not is_right:
@@ -175,7 +187,7 @@ def measure_rates(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
 
             runs[name].append({**result, "load": os.getloadavg()[0]})
             print(f"  round {turn + 1}: {name} {result['rate']:.0f} img/s", flush=True)
-    print_rates(runs)
+    print_rates(runs, compared)
     return runs
 
 
@@ -188,16 +200,15 @@ def left_out(name: str) -> str | None:
     return why_missing(name)
 
 
-def print_rates(runs: dict[str, list[dict[str, float]]]) -> None:
+def print_rates(
+    runs: dict[str, list[dict[str, float]]], compared: dict[str, Contender]
+) -> None:
     rates = {name: [run["rate"] for run in rounds] for name, rounds in runs.items()}
     first = next(iter(rates))
-    # A rival that is not installed cannot be the best; docs/benchmarks.md names those that were.
-    rivals = [name for name in RIVALS if name in rates]
-    best = max(rivals, key=lambda name: median(rates[name]))
     print(
         f"\n{'img/s':18} {'min':>6} {'median':>7} {'max':>6} {'first batch, s':>15}  x {first}"
     )
-    for name, contender in CONTENDERS.items():
+    for name, contender in compared.items():
         if name not in rates:
             print(f"{name:18} left out: {left_out(name)}")
             continue
@@ -209,6 +220,18 @@ def print_rates(runs: dict[str, list[dict[str, float]]]) -> None:
             f"{ratio(rates[name], rates[first])} {contender.title}"
         )
 
+    if compared is VIEWS:
+        for several, one in VIEW_COSTS:
+            cost = ratio(rates[one], rates[several])
+            print(f"an image of {several}: {cost} of the time of {one}")
+        for name, rival in VIEW_GAINS:
+            if rival in rates:
+                print(f"{name} / {rival}: {ratio(rates[name], rates[rival])}")
+        return
+
+    # A rival that is not installed cannot be the best; docs/benchmarks.md names those that were.
+    rivals = [name for name in RIVALS if name in rates]
+    best = max(rivals, key=lambda name: median(rates[name]))
     # DECODERS begins with the fastest, which a machine may lack.
     ours = next(name for name in DECODERS if name in rates)
     print(f"ours ({ours}) / {first}: {ratio(rates[ours], rates[first])}")
@@ -225,6 +248,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--png-side", type=int, help="PNG of this many pixels a side; output too"
+    )
+    parser.add_argument(
+        "--views", action="store_true", help="one, two and ten crops of each image"
     )
     parser.add_argument(
         "--total-mib", type=float, default=300, help="images are repeated"

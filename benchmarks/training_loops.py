@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.run import PretrainRun
 from vitscale.data.loader import Batch
+from vitscale.data.samples import view_shapes
 from vitscale.distributed.world import World
 from vitscale.models.vit import build_model, compile_blocks, decayed, layers_above
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
@@ -82,11 +84,18 @@ class Task:
             warmup_steps=self.plan.warmup_steps,
         )
 
+    @property
+    def view_shapes(self) -> dict[str, tuple[int, ...]]:
+        return view_shapes(self.run.data, self.arch.image_size)
+
     @cached_property
     def pool(self) -> list[Images]:
-        """uint8 images [batch, 3, side, side] and labels, on the device."""
+        """uint8 images [batch, 3, side, side], or all pixels of their views, and labels."""
         rng = torch.Generator().manual_seed(0)
         side = self.arch.image_size
+        shape: tuple[int, ...] = (3, side, side)
+        if self.run.data.views:
+            shape = (sum(map(math.prod, self.view_shapes.values())),)
         # A model without a head, as MAE's, has 0 classes; its labels are not used.
         num_labels = max(1, min(LABELS_USED, self.arch.num_classes))
 
@@ -96,7 +105,7 @@ class Task:
             images = torch.randint(
                 0,
                 256,
-                (self.batch, 3, side, side),
+                (self.batch, *shape),
                 generator=rng,
                 dtype=torch.uint8,
             )
@@ -152,7 +161,13 @@ class EngineLoop:
             self._weights_B,
             positions=positions,
         )
-        self.engine.set_learning_rate(self.task.rate(number))
+        if self.run.data.views:
+            batch = batch.with_views(self.task.view_shapes)
+        self.engine.set_positions(positions)
+        self.objective.step = number
+        self.engine.set_learning_rate(
+            self.task.rate(number), rate_factor=self.objective.rate_factor
+        )
         loss: torch.Tensor = self.objective.loss(self.engine, batch)
         self.engine.backward(loss)
         self.before_update()

@@ -174,12 +174,10 @@ def _subject(run: EvaluateRun, model: TrainedModel, world: World) -> Subject:
     num_images = sum(split.num_samples for split in (*train, val))
 
     # The images are read as the model expects them, whatever the run's data say.
-    data = DataSettings(
-        path=run.data.path,
-        global_batch=run.compute.batch,
+    data = model.preprocessing.settings(
+        batch=run.compute.batch,
         num_workers=run.data.num_workers,
         remote=run.data.remote,
-        **model.preprocessing.data_values(),
     )
     return Subject(
         model=model.for_inference(

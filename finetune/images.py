@@ -15,10 +15,16 @@ import torch
 
 from vitscale.config.errors import UserError
 from vitscale.data.folders import IMAGE_SUFFIXES, files_below, is_image_name
-from vitscale.data.index import MANIFEST_NAME, NO_LABEL, SplitIndex, sample_keys
+from vitscale.data.index import (
+    MANIFEST_NAME,
+    NO_LABEL,
+    SplitIndex,
+    read_split,
+    sample_keys,
+)
 from vitscale.data.remote import is_url
 from vitscale.data.samples import Samples, Unreadable, reason_of
-from vitscale.data.settings import DataSettings
+from vitscale.data.settings import DataSettings, RemoteSettings
 from vitscale.evaluation.samples import EvaluationResize, EvaluationSamples
 from vitscale.images.crops import open_image
 from vitscale.images.plain import ALL_FORMATS, UPRIGHT, orientation, rgb_pixels
@@ -113,6 +119,17 @@ def find_files(given: Sequence[str]) -> Images:
             allowed=f"names in {', '.join(IMAGE_SUFFIXES)}",
         )
     return Images(paths=paths, num_left_out=num_left_out)
+
+
+def images_of_split(
+    folder: str, *, split: str, remote: RemoteSettings, key: str = "split"
+) -> Images:
+    """The images of a shard folder or its URL. key: the setting that names the split.
+
+    Raises UserError if they are not there.
+    """
+    index = read_split(folder, split=split, key=key, remote_settings=remote)
+    return Images(index=index)
 
 
 class FileSamples(Samples):

@@ -36,13 +36,12 @@ from vitscale.tracking.settings import TrackingSettings, tracking_problems
 TABLES = (".csv", ".parquet")
 # Keys of `data` that choose samples.
 CHOOSING = ("first_percent", "only_classes", "only_keys", "mixture", "dev_percent")
-# Whether a picture needs images, or the weights alone.
-PICTURES = {
-    "patch_filters": False,
-    "position_similarity": False,
-    "attention_distance": True,
-    "attention_rollout": True,
-}
+PICTURES = (
+    "patch_components",
+    "patch_similarity",
+    "last_attention",
+    "attention_rollout",
+)
 # What the commands that write something new add to their switches.
 DRY_RUN = {
     "--dry-run": "open model and inputs, and show what would be written; write nothing"
@@ -51,7 +50,7 @@ DRY_RUN = {
 if TYPE_CHECKING:
     PictureName = str
 else:
-    PictureName = Literal[tuple(PICTURES)]
+    PictureName = Literal[PICTURES]
 
 
 class DeviceSettings(Section):
@@ -259,7 +258,7 @@ def settings_of_run(argv: Sequence[str]) -> list[str]:
     if any(word.partition("=")[0] == "--config" for word in argv):
         return []
     given = [word for word in argv if word.startswith("init=")]
-    if not given:
+    if not given or "stage=embed" in argv:
         return []
     init = full_name(given[-1].removeprefix("init="))
     check_paths(init)
@@ -346,6 +345,48 @@ class PredictRun(ModelRun):
         # The ending chooses the format, so an unknown one cannot be written.
         if self.output is not None and not self.output.endswith(TABLES):
             yield ("output", f"{self.output!r} does not end in {' or '.join(TABLES)}")
+
+
+class EmbedData(Section):
+    """data.path=SHARDS: the images, read as the model expects them."""
+
+    path: str
+    """Shard folder or its URL."""
+    split: str = "train"
+    """Split whose images have a row each."""
+    num_workers: NonNegativeInt = 2
+    """Processes per rank that decode images."""
+    remote: RemoteSettings = RemoteSettings()
+
+
+class EmbedRun(ModelRun):
+    """trained model and shards -> a table of the features of each image."""
+
+    stage: Literal["embed"] = "embed"
+    """`vitscale embed` runs files of this stage."""
+    data: EmbedData
+    output: str
+    """Table to write, .parquet: columns key, label and features. The same command resumes one that
+    was killed."""
+    tokens: Literal["pooled", "class"] = "pooled"
+    """pooled: what a head sees. class: the class token after the last norm."""
+    dtype: Literal["float32", "float16"] = "float32"
+    """Of the stored features. float16 halves the file."""
+    launch: LaunchSettings = LaunchSettings()
+
+    @property
+    def name(self) -> str:
+        return f"embed-{Path(self.output).stem}"
+
+    @property
+    def folder(self) -> str:
+        return f"runs/{self.name}"
+
+    def problems(self) -> Problems:
+        yield from super().problems()
+        if not self.output.endswith(".parquet"):
+            yield ("output", f"{self.output!r} does not end in .parquet")
+        yield from launch_problems(self.launch)
 
 
 class ExportRun(ModelRun):

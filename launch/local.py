@@ -42,10 +42,11 @@ def main() -> None:
     settings = settings_of_run(argv)
     if settings:
         settings = ["stage=evaluate", *settings]
+    stated = any(word.startswith("stage=") for word in [*settings, *argv])
 
     command = launch_command(
         [*settings, *argv],
-        needs_config=not settings,
+        needs_config=not stated,
         program="vitscale launch --local",
         description="Run a stage, a sweep or a chain on this machine; init=RUN alone: its "
         "evaluation.\n--num-procs N: that many processes; default: one for each GPU.",

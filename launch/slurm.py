@@ -1,7 +1,7 @@
 """Submit any stage to SLURM after checking its configuration and data.
 
     python launch/slurm.py --config configs/vit_h14.yaml [key=value ...]
-        [--dry-run | --after] [--follow]
+        [--dry-run | --after]
 
 A chain, and a sweep such as optim.lr=[0.003,0.03], is one job for each of its runs.
 """
@@ -14,7 +14,6 @@ from shlex import quote
 try:
     from launch.chains.load import launch_command, load_chain
     from launch.chains.settings import ChainRun
-    from launch.jobs.following import follow_run
     from launch.jobs.preparation import (
         LaunchableRun,
         check_job,
@@ -42,7 +41,6 @@ except ModuleNotFoundError as error:
 SWITCHES = {
     "--dry-run": "print the run, its plan and the batch script; submit nothing",
     "--after": "start when the queued or running job of this run has ended",
-    "--follow": "show the job's state and log until the run ends; Ctrl-C leaves the job alone",
 }
 
 
@@ -53,20 +51,20 @@ def main() -> None:
         description="Submit a stage to SLURM. The job requeues itself and resumes.",
         examples=(
             "vitscale launch vit_h14 --dry-run",
-            "vitscale launch vit_h14 launch.nodes=8 --follow",
+            "vitscale launch vit_h14 launch.nodes=8",
         ),
         switches=SWITCHES,
     )
     is_dry_run = "--dry-run" in command.switches
     run = command.run
 
-    # Neither has a meaning for several jobs, which end at different times.
+    # Jobs of several end at different times.
     is_one_job = not isinstance(run, ChainRun) and run.launch.num_tasks == 1
-    if command.switches - {"--dry-run"} and not is_one_job:
+    if "--after" in command.switches and not is_one_job:
         raise UserError(
-            "--follow and --after are for one job, not for a chain, a sweep or an array",
+            "--after is for one job, not for a chain, a sweep or an array",
             where="command line",
-            next_step="submit without them; then vitscale status",
+            next_step="submit without it; then vitscale status",
         )
 
     if isinstance(run, ChainRun):
@@ -104,11 +102,6 @@ def main() -> None:
         submission = submit_run(run)
     print_next_steps(run, submission)
 
-    # The job does not need this process, which only shows what happens.
-    if "--follow" in command.switches:
-        print(flush=True)
-        raise SystemExit(follow_run(job_folder(run, cluster="slurm").parent))
-
 
 def print_next_steps(run: LaunchableRun, submission: Submission) -> None:
     job_id = submission.job_id
@@ -119,20 +112,17 @@ def print_next_steps(run: LaunchableRun, submission: Submission) -> None:
     kind = "job"
     pause = "checkpoint, then requeue"
     log = str(submission.log(0))
-    follow = f"  watch    {status} --follow\n"
     num_tasks = run.launch.num_tasks * run.launch.num_ranks
     if run.launch.num_tasks > 1:
         # Each task of an array is a job of its own, with a log of its own and no checkpoints.
         kind = "array"
         pause = "finished work is kept, then requeue"
         log = f"{submission.log('TASK_0')}, TASK from 0 to {num_tasks - 1}"
-        follow = ""
 
     print(
         f"submitted {kind} {job_id}: {run_name(run)}, {num_tasks} task(s)\n"
         f"  log      {log}\n"
         f"  state    {status}\n"
-        f"{follow}"
         f"  cancel   scancel {job_id}\n"
         f"  pause    scancel --signal=USR2 {job_id}   ({pause})"
     )

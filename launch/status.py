@@ -1,6 +1,6 @@
 """Show whether runs are queued, running, paused, stopped, finished or failed, and why.
 
-    python launch/status.py [RUN ...] [--follow | --json]
+    python launch/status.py [RUN ...] [--json]
 
 RUN: the folder of a run or a chain, its name below runs/, or a folder of runs; default: all below
 runs/.
@@ -15,11 +15,10 @@ import time
 from dataclasses import asdict
 
 try:
-    from launch.jobs.following import follow_run
     from launch.jobs.run_folders import find_runs
     from launch.jobs.run_states import jobs_for, read_state
     from launch.jobs.status_text import as_text
-    from vitscale.config.errors import UserError, run_script
+    from vitscale.config.errors import run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -28,16 +27,6 @@ except ModuleNotFoundError as error:
 def main() -> None:
     arguments = parse()
     folders = find_runs(arguments.runs)
-
-    # Logs of several runs would be mixed line by line.
-    if arguments.follow:
-        if len(folders) > 1:
-            raise UserError(
-                f"--follow shows one run, but these are {len(folders)}",
-                where="command line",
-                next_step="name one run",
-            )
-        raise SystemExit(follow_run(folders[0]))
 
     # SLURM is asked once for all runs.
     jobs = jobs_for(folders)
@@ -53,7 +42,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        usage="vitscale status [RUN ...] [--follow | --json]",
+        usage="vitscale status [RUN ...] [--json]",
         description="Show whether runs are queued, running, paused, stopped, finished or failed.",
         allow_abbrev=False,
     )
@@ -64,14 +53,7 @@ def parse() -> argparse.Namespace:
         metavar="RUN",
         help="run folder, name below runs/, or folder of runs",
     )
-    # The log of one run and a list of all have nothing in common.
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument(
-        "--follow",
-        action="store_true",
-        help="show the log of one run until the run ends",
-    )
-    mode.add_argument("--json", action="store_true", help="print a list of objects")
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
     return parser.parse_args()
 
 

@@ -45,9 +45,10 @@ prepare     -                            images -> shards: shards, index, verify
 pretrain    pretrain/main.py             shards -> checkpoint
 finetune    finetune/main.py             checkpoint -> model for other labels
 evaluate    finetune/evaluate_model.py   model and shards -> one table of results
+embed       finetune/embed.py            model and shards -> features of each image
 predict     finetune/predict.py          model and images -> classes
 export      finetune/export.py           model -> timm, Hugging Face, npz, ONNX, safetensors
-visualize   finetune/visualize.py        model -> pictures: filters, positions, attention
+visualize   finetune/visualize.py        model -> pictures: components, similarity, attention
 launch      launch/slurm.py              submit a run or a chain to SLURM; --local: run it here
 compare     launch/compare.py            runs -> tables and an HTML report; sync: to MLflow
 status      launch/status.py             what runs do, and why they ended
@@ -56,7 +57,7 @@ configs     -                            list the packaged configurations; copy 
 completion  -                            print the completion of bash, zsh or fish, to be sourced
 """)
 # They run as many processes as there are GPUs, or --num-procs.
-PARALLEL = ("pretrain", "finetune", "evaluate")
+PARALLEL = ("pretrain", "finetune", "evaluate", "embed")
 LOCAL = "launch/local.py"
 HELP = ("--help", "-h")
 WITH_CONFIG = (*PARALLEL, "launch", "shards", "index")
@@ -126,10 +127,19 @@ def start(words: Sequence[str]) -> None:
         script, _ = _known(name, COMMANDS)
         rest = _with_config(name, rest)
         starts_ranks = "RANK" not in os.environ and not {*HELP} & {*rest}
+        if name == "embed" and "--dry-run" in rest:
+            # Its plan needs the opened model, but no ranks.
+            starts_ranks = False
+            if "--num-procs" in rest:
+                at = rest.index("--num-procs")
+                rest = rest[:at] + rest[at + 2 :]
         if name in PARALLEL and starts_ranks:
             if "--config" in rest:
                 _check_stage(name, rest[rest.index("--config") + 1 :])
                 script = LOCAL
+            elif name == "embed":
+                script = LOCAL
+                rest = ["stage=embed", *rest]
             elif name == "evaluate" and any(word.startswith("init=") for word in rest):
                 script = LOCAL
         elif name == "launch" and "--local" in rest:

@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,7 +35,19 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 
-from benchmarks.loader.ours import BATCH, SEED, SIDE, Batches, Task, ours
+from benchmarks.loader.ours import (
+    BATCH,
+    GLOBAL_AREA,
+    LOCAL_AREA,
+    LOCAL_SIDE,
+    NUM_LOCALS,
+    SEED,
+    SIDE,
+    Batches,
+    Task,
+    ours,
+    views_of,
+)
 from vitscale.data.index import read_split
 from vitscale.data.order import SampleOrder
 from vitscale.images.crops import FORMATS
@@ -139,6 +152,34 @@ def torchvision_decode(side: int) -> Decode:
     def decode(data: bytes) -> torch.Tensor:
         stored = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return transform(decode_image(stored, mode=ImageReadMode.RGB))
+
+    return decode
+
+
+def torchvision_views(
+    task: Task, *, area: tuple[float, float], num_local: int = 0
+) -> Batches:
+    """Two crops, and `num_local` small ones, of one decode. Yields the first crops."""
+    make_decode = partial(_torchvision_views, area=area, num_local=num_local)
+    for views, labels in map_style(task, make_decode=make_decode):
+        yield views[0], labels
+
+
+def _torchvision_views(
+    side: int, *, area: tuple[float, float], num_local: int
+) -> Callable[[bytes], list[torch.Tensor]]:
+    from torchvision.io import ImageReadMode, decode_image
+    from torchvision.transforms import v2
+
+    flip = v2.RandomHorizontalFlip()
+    crop = v2.RandomResizedCrop(side, scale=area)
+    small_crop = v2.RandomResizedCrop(LOCAL_SIDE, scale=LOCAL_AREA)
+
+    def decode(data: bytes) -> list[torch.Tensor]:
+        stored = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        pixels = decode_image(stored, mode=ImageReadMode.RGB)
+        crops = [crop] * 2 + [small_crop] * num_local
+        return [flip(crop(pixels)) for crop in crops]
 
     return decode
 
@@ -283,6 +324,42 @@ def spdl(task: Task) -> Batches:
         yield from pipeline
 
 
+def turboloader(task: Task) -> Batches:
+    """TurboLoader, as its documentation says: one tar of JPEGs, threads, float32.
+
+    It gives no labels but the numbers of the images. Shares of the area are 0.08 to 1: no setting.
+    """
+    from turboloader import DataLoader, ImageNetNormalize
+
+    index = read_split(task.shards, split="train")
+    # It reads one tar, which is written once for all rounds.
+    path = task.shards.parent / "one.tar"
+    if not path.exists():
+        with tarfile.open(path, "w") as tar:
+            for sample in range(index.num_samples):
+                data = index.read(sample)
+                member = tarfile.TarInfo(f"{sample:09}.jpg")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+    loader = DataLoader(
+        str(path),
+        batch_size=BATCH,
+        num_workers=task.workers,
+        image_size=task.side,
+        output_format="pytorch",
+        transform=ImageNetNormalize(),
+        shuffle=True,
+        drop_last=True,
+        train_aug=True,
+    )
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        for images, batch in loader:
+            labels = index.label[np.asarray(batch["indices"])]
+            yield torch.from_numpy(images), torch.from_numpy(labels)
+
+
 @dataclass(frozen=True, slots=True)
 class Contender:
     make: Callable[[Task], Batches]
@@ -331,6 +408,12 @@ CONTENDERS = {
         needs="spdl.pipeline",
         in_our_order=False,
     ),
+    "turboloader": Contender(
+        turboloader,
+        "TurboLoader, threads, decodes the crop alone; float32",
+        needs="turboloader",
+        in_our_order=False,
+    ),
     "region": Contender(partial(ours, decoder="region"), "ours"),
     "region_from_top": Contender(
         partial(ours, decoder="region", entry_points=False),
@@ -341,11 +424,50 @@ CONTENDERS = {
     ),
     "whole": Contender(partial(ours, decoder="whole"), "ours"),
 }
-RIVALS = ("webdataset", "torchvision", "opencv", "simplejpeg_torch", "dali", "spdl")
+RIVALS = (
+    "webdataset",
+    "torchvision",
+    "opencv",
+    "simplejpeg_torch",
+    "dali",
+    "spdl",
+    "turboloader",
+)
+
+# Views of each image from one decode. `wide`: the area of this benchmark's crops; `global`: that of
+# DINOv2's two large views.
+VIEWS = {
+    "wide_1": Contender(partial(ours, views=views_of(AREA, 1)), "one crop"),
+    "wide_2": Contender(partial(ours, views=views_of(AREA, 2)), "two crops"),
+    "torchvision_wide_2": Contender(
+        partial(torchvision_views, area=AREA), "two crops; antialias", "torchvision"
+    ),
+    "global_1": Contender(partial(ours, views=views_of(GLOBAL_AREA, 1)), "one"),
+    "global_2": Contender(partial(ours, views=views_of(GLOBAL_AREA, 2)), "two"),
+    "dino": Contender(
+        partial(ours, views=views_of(GLOBAL_AREA, 2, NUM_LOCALS)), "two and eight"
+    ),
+    "dino_antialias": Contender(
+        partial(ours, views=views_of(GLOBAL_AREA, 2, NUM_LOCALS), antialias=True),
+        "two and eight; antialias",
+    ),
+    "torchvision_dino": Contender(
+        partial(torchvision_views, area=GLOBAL_AREA, num_local=NUM_LOCALS),
+        "two and eight; antialias",
+        "torchvision",
+    ),
+}
+# Pairs of them: what the first costs in times of the second, and how often it is as fast.
+VIEW_COSTS = (("wide_2", "wide_1"), ("global_2", "global_1"), ("dino", "global_1"))
+VIEW_GAINS = (
+    ("wide_2", "torchvision_wide_2"),
+    ("dino", "torchvision_dino"),
+    ("dino_antialias", "torchvision_dino"),
+)
 
 
 def why_missing(name: str) -> str | None:
-    module = CONTENDERS[name].needs
+    module = (CONTENDERS | VIEWS)[name].needs
     # Of `nvidia.dali` without `nvidia`, find_spec raises instead of returning None.
     with suppress(ModuleNotFoundError):
         if importlib.util.find_spec(module) is not None:
@@ -369,7 +491,7 @@ def measure(name: str, task: Task, *, seconds: float) -> dict[str, Any]:
         images += len(numbers)
         labels.extend(numbers.tolist())
 
-    batches = CONTENDERS[name].make(task)
+    batches = (CONTENDERS | VIEWS)[name].make(task)
     take()
     first = time.perf_counter() - start
 
@@ -391,7 +513,7 @@ def measure(name: str, task: Task, *, seconds: float) -> dict[str, Any]:
 
 def run(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=CONTENDERS)
+    parser.add_argument("name", choices=CONTENDERS | VIEWS)
     parser.add_argument("shards", type=Path)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=8)

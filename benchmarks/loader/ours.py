@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,18 @@ from typing import Any
 import torch
 
 from vitscale.data.loader import training_batches
-from vitscale.data.settings import DataSettings
+from vitscale.data.samples import view_shapes
+from vitscale.data.settings import DataSettings, ViewSettings
 from vitscale.data.training_set import TrainingSet, open_training_set
 
 BATCH = 64
 SIDE = 224  # pixels a side of the output, unless given
 SEED = 0
+# DINOv2's views: shares of the image's area of large and small crops, pixels a side of small ones.
+GLOBAL_AREA = (0.32, 1.0)
+LOCAL_AREA = (0.05, 0.32)
+LOCAL_SIDE = 96
+NUM_LOCALS = 8
 
 Pixels = torch.Tensor | None
 Batches = Generator[tuple[Pixels, torch.Tensor], None, None]
@@ -31,8 +37,26 @@ class Task:
     """Pixels a side of the output."""
 
 
+def views_of(
+    area: tuple[float, float], num: int, num_local: int = 0
+) -> list[ViewSettings]:
+    """`num` crops of the output's size, then `num_local` small ones."""
+    views = [ViewSettings(name="global", count=num, crop_area=area)]
+    if num_local:
+        small = ViewSettings(
+            name="local", count=num_local, image_size=LOCAL_SIDE, crop_area=LOCAL_AREA
+        )
+        views.append(small)
+    return views
+
+
 def data_settings(
-    shards: Path, *, workers: int, decoder: str = "region", antialias: bool = False
+    shards: Path,
+    *,
+    workers: int,
+    decoder: str = "region",
+    antialias: bool = False,
+    views: Sequence[ViewSettings] = (),
 ) -> DataSettings:
     return DataSettings(
         # Local shards with an index: the default, and the fastest way to read.
@@ -41,15 +65,25 @@ def data_settings(
         num_workers=workers,
         decoder=decoder,
         antialias=antialias,
+        views=tuple(views),
     )
 
 
 def ours(
-    task: Task, *, decoder: str, antialias: bool = False, entry_points: bool = True
+    task: Task,
+    *,
+    decoder: str = "auto",
+    antialias: bool = False,
+    entry_points: bool = True,
+    views: Sequence[ViewSettings] = (),
 ) -> Batches:
-    """As training reads: `training_batches`."""
+    """As training reads: `training_batches`. Yields the first crops of several views."""
     settings = data_settings(
-        task.shards, workers=task.workers, decoder=decoder, antialias=antialias
+        task.shards,
+        workers=task.workers,
+        decoder=decoder,
+        antialias=antialias,
+        views=views,
     )
     training_set = open_training_set(settings, seed=SEED)
 
@@ -66,8 +100,11 @@ def ours(
         side=task.side,
         training_set=training_set,
     )
+    shapes = view_shapes(settings, task.side)
     with loader as batches:
         for batch in batches:
+            if views:
+                batch = batch.with_views(shapes)
             yield batch.images, batch.labels
 
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from finetune.inspection.attention import draw_distance, draw_rollout
+from finetune.inspection.attention import draw_last_layer, draw_rollout
+from finetune.inspection.patches import draw_components, draw_similarity
 from finetune.inspection.visualized import Visualized
-from finetune.inspection.weights import draw_filters, draw_positions
 from finetune.settings import PICTURES, VisualizeRun
 from vitscale.config.errors import UserError, not_written
 from vitscale.distributed.world import World
 from vitscale.evaluation.sheet import save_figure
 from vitscale.evaluation.trained_model import open_model
-from vitscale.models.settings import ViTSettings
+from vitscale.models.interface import attention_modules
 from vitscale.tracking.mlflow_sync import upload
 
 DRAW = {
-    "patch_filters": draw_filters,
-    "position_similarity": draw_positions,
-    "attention_distance": draw_distance,
+    "patch_components": draw_components,
+    "patch_similarity": draw_similarity,
+    "last_attention": draw_last_layer,
     "attention_rollout": draw_rollout,
 }
 
@@ -39,21 +39,22 @@ def draw_pictures(
     print(f"model: {loaded.source}")
 
     # A picture that is asked for by name is an error if it cannot be drawn; else it is left out.
-    reasons = {name: reason_unavailable(name, subject) for name in PICTURES}
+    reasons = {name: reason_unavailable(name, subject.network) for name in PICTURES}
     available = [name for name, reason in reasons.items() if reason is None]
-    for name in run.pictures:
+    for name in run.pictures or PICTURES:
         reason = reasons[name]
-        if reason is not None:
+        if reason is None:
+            continue
+        if run.pictures or not available:
             raise UserError(
                 reason,
                 where=f"pictures: {name}",
-                allowed=", ".join(available),
-                next_step="remove it from pictures",
+                allowed=", ".join(available) or "none",
+                next_step="remove it from pictures, or give another model",
             )
+        print(f"left out {name}: {reason}")
     if run.pictures:
         available = [name for name in available if name in run.pictures]
-    else:
-        _print_left_out(reasons)
 
     written = []
     for name in available:
@@ -78,25 +79,10 @@ def draw_pictures(
     return written
 
 
-def _print_left_out(reasons: Mapping[str, str | None]) -> None:
-    """One line for each reason. reasons: by the picture; None where it can be drawn."""
-    names_by_reason: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        if reason is not None:
-            names_by_reason.setdefault(reason, []).append(name)
-    for reason, names in names_by_reason.items():
-        print(f"left out {', '.join(names)}: {reason}")
-
-
-def reason_unavailable(name: str, subject: Visualized) -> str | None:
+def reason_unavailable(name: str, network: Any) -> str | None:
     """Return the reason that a picture cannot be drawn, or None."""
-    # Only these models are known to have one position for each patch and timm's attention.
-    if name != "patch_filters" and not isinstance(subject.loaded.arch, ViTSettings):
-        subjects = "positions" if name == "position_similarity" else "attention"
-        return f"only models of the family vit show their {subjects}"
-    if PICTURES[name]:
-        try:
-            subject.images  # noqa: B018  # opens them
-        except UserError as error:
-            return f"no images: {error.what}; {error.next_step}"
+    if not (hasattr(network, "patch_embed") and hasattr(network, "num_prefix_tokens")):
+        return "this model has no token for each patch"
+    if "attention" in name and not attention_modules(network):
+        return "only plain attention can be read, as of vit, DeiT and AugReg"
     return None

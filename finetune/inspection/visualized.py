@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from finetune.images import Images, find_files, shard_folder
+from finetune.images import Images, find_files, images_of_split, shard_folder
 from finetune.predicting import output_names, ranked
 from finetune.settings import VisualizeRun
 from vitscale.config.errors import UserError
-from vitscale.data.index import read_manifest, read_split
-from vitscale.data.settings import DataSettings
+from vitscale.data.index import read_manifest
 from vitscale.distributed.world import World
 from vitscale.evaluation.sheet import caption, shown_size
 from vitscale.evaluation.trained_model import TrainedModel
-from vitscale.models.settings import ViTSettings
 
 # Characters of a line above an image.
 CAPTION = 46
+# A side of a photograph, at least.
+SHOWN_PX = 320
 # A forward pass takes at most 4 images of 512 px, or 20 of 224 px.
 MAX_PIXELS = 4 * 512**2
 # Values of one head's attention at most, for all images of a forward pass.
@@ -31,7 +31,7 @@ class Visualized:
     """A trained model with everything that its pictures need."""
 
     def __init__(self, run: VisualizeRun, loaded: TrainedModel, world: World) -> None:
-        """Raises UserError if `images` is given and cannot be opened."""
+        """Raises UserError if there are no images."""
         self.run = run
         self.loaded = loaded
         self.model = loaded.for_inference(
@@ -39,8 +39,7 @@ class Visualized:
         )
         self.skipped: list[str] = []
         """Unreadable images, each with its path and error."""
-        if run.images:
-            self.images  # noqa: B018  # opened before any work
+        self.images  # noqa: B018  # opened before any work
 
     @property
     def name(self) -> str:
@@ -62,17 +61,34 @@ class Visualized:
         return folder / "pictures"
 
     @property
-    def vit(self) -> ViTSettings:
-        """The architecture of a model with attention."""
-        assert isinstance(self.loaded.arch, ViTSettings)
-        return self.loaded.arch
+    def network(self) -> Any:
+        return self.model.network
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Of a model with tokens: those before the patches."""
+        count: int = self.network.num_prefix_tokens
+        return count
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches of a model with tokens."""
+        patch, _ = self.network.patch_embed.patch_size
+        side = self.loaded.arch.image_size // patch
+        return (side, side)
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether no token gathers the image, as patches are averaged instead."""
+        return bool(self.network.global_pool != "token")
 
     @property
     def attention_batch(self) -> int:
         """Images of a forward pass whose attention is read."""
         # Memory is bounded twice: by the activations, and by the matrices of attention.
         by_pixels = MAX_PIXELS // self.loaded.arch.image_size**2
-        by_attention = MAX_ATTENTION // self.vit.num_tokens**2
+        num_tokens = self.num_prefix_tokens + self.grid[0] ** 2
+        by_attention = MAX_ATTENTION // num_tokens**2
         return max(1, min(self.run.compute.batch, by_pixels, by_attention))
 
     @cached_property
@@ -112,10 +128,14 @@ class Visualized:
             splits = tuple(read_manifest(path).splits)
             if split not in splits:
                 split = splits[0]
-        index = read_split(
-            path, split=split, key="split", remote_settings=self.run.remote
-        )
-        return Images(index=index)
+        return images_of_split(path, split=split, remote=self.run.remote)
+
+    @cached_property
+    def drawn(self) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+        """Titles, pixels as the model sees them, and photographs for people, of all sheets."""
+        titles, images_B3SS = self.sheet(self.run.num_images)
+        _, photos_B3PP = self.sheet(self.run.num_images, at_least=SHOWN_PX)
+        return titles, images_B3SS, photos_B3PP
 
     def sheet(self, count: int, *, at_least: int = 1) -> tuple[list[str], torch.Tensor]:
         """Titles and pixels, uint8 [B, 3, S, S], of at most `count` images, evenly spaced.
@@ -125,9 +145,8 @@ class Visualized:
         """
         preprocessing = self.loaded.preprocessing
         size = shown_size(preprocessing.image_size, at_least=at_least)
-        settings = DataSettings(path="", global_batch=1, **preprocessing.data_values())
         images = self.images
-        samples = images.samples(settings, image_size=size)
+        samples = images.samples(preprocessing.settings(), image_size=size)
         count = min(count, images.total)
         pixels = torch.empty(count, 3, size, size, dtype=torch.uint8)
 

@@ -163,6 +163,13 @@ def _kind_of(file: str) -> str:
         if stage is None:
             what = "stage is missing"
         raise UserError(what, where=file, allowed=", ".join(RUN_TYPES))
+    # Its output is a file, and what it made is not compared.
+    if stage == "embed":
+        raise UserError(
+            "embed is not part of chains",
+            where=file,
+            next_step="run it after the chain",
+        )
     return str(stage)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from finetune.run import FinetuneRun
-from finetune.settings import EvaluateRun
+from finetune.settings import EmbedRun, EvaluateRun
 from launch.jobs.queue import (
     NoAnswerError,
     depending_on,
@@ -38,17 +38,19 @@ from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.launching import LaunchSettings
 from vitscale.runs.training import TrainingRun
 
-LaunchableRun = PretrainRun | FinetuneRun | EvaluateRun | DataPrepRun
+LaunchableRun = PretrainRun | FinetuneRun | EvaluateRun | EmbedRun | DataPrepRun
 RUN_TYPES: dict[str, type[LaunchableRun]] = {
     "pretrain": PretrainRun,
     "finetune": FinetuneRun,
     "evaluate": EvaluateRun,
+    "embed": EmbedRun,
     "data_prep": DataPrepRun,
 }
 SCRIPTS = {
     "pretrain": "pretrain/main.py",
     "finetune": "finetune/main.py",
     "evaluate": "finetune/evaluate_model.py",
+    "embed": "finetune/embed.py",
 }
 # What a submission adds to the job folder before its job is accepted.
 SUBMITTED_FILES = ("config-*.yaml", "code-*", "*.pkl", ".submission_file_*")

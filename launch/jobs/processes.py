@@ -105,30 +105,6 @@ class StopFlag:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
 
-class LogTail:
-    """Prints new content of a log on every call of `copy`; at first at most `last_lines`."""
-
-    def __init__(self, path: Path, *, last_lines: int | None = None) -> None:
-        self.path = path
-        self.position = 0
-        # A character may be written in two parts.
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        if last_lines is not None:
-            lines = path.read_bytes().splitlines(True)
-            self.position = sum(map(len, lines[:-last_lines]))
-
-    def copy(self) -> None:
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self.position)
-                added = file.read()
-        except FileNotFoundError:
-            # Its process has not opened it yet.
-            return
-        self.position += len(added)
-        print(self.decoder.decode(added), end="", flush=True)
-
-
 Rank = subprocess.Popen[bytes]
 
 
@@ -323,40 +299,45 @@ def _follow(ranks: Sequence[Rank], log: Path, stop: StopFlag) -> int | None:
 
     A code below 0 is the signal that ended a rank.
     """
-    tail = LogTail(log)
     failed: int | None = None
     deadline = float("inf")
     forwarded: signal.Signals | None = None
     is_running = True
-    while is_running:
-        tail.copy()
-        if stop.signal is not None and stop.signal is not forwarded:
-            forwarded = stop.signal
-            for rank in ranks:
-                rank.send_signal(forwarded)
-            if forwarded is signal.SIGINT:
-                print("\nstopping after a checkpoint; Ctrl-C again kills", flush=True)
-        codes = [rank.poll() for rank in ranks]
-        is_running = None in codes
-        # A rank that is not in its loop yet is ended by the stop signal, which is no failure.
-        fine = {None, 0, EXIT_STOPPED_RESUMABLE}
-        if forwarded is not None:
-            fine |= {-signal.SIGTERM, -signal.SIGINT, EXIT_INTERRUPTED}
-        if failed is None:
-            failed = next(
-                (number for number, code in enumerate(codes) if code not in fine), None
-            )
-        # Others may still save when one has stopped as asked.
-        if any(code not in (None, 0, EXIT_STOPPED_RESUMABLE) for code in codes):
-            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        # It came from outside, so no other rank could name a better cause.
-        if -signal.SIGKILL in codes:
-            deadline = 0.0
-        if time.monotonic() > deadline:
-            _kill(ranks)
-            break
-        time.sleep(POLL_SECONDS * is_running)
-    tail.copy()
+
+    # `_start` has made the log. A reader keeps a character of which only a part is written.
+    with codecs.getreader("utf-8")(open(log, "rb"), "replace") as shown:
+        while is_running:
+            print(shown.read(), end="", flush=True)
+            if stop.signal is not None and stop.signal is not forwarded:
+                forwarded = stop.signal
+                for rank in ranks:
+                    rank.send_signal(forwarded)
+                if forwarded is signal.SIGINT:
+                    print(
+                        "\nstopping after a checkpoint; Ctrl-C again kills", flush=True
+                    )
+            codes = [rank.poll() for rank in ranks]
+            is_running = None in codes
+            # A rank that is not in its loop yet is ended by the stop signal, which is no failure.
+            fine = {None, 0, EXIT_STOPPED_RESUMABLE}
+            if forwarded is not None:
+                fine |= {-signal.SIGTERM, -signal.SIGINT, EXIT_INTERRUPTED}
+            if failed is None:
+                failed = next(
+                    (number for number, code in enumerate(codes) if code not in fine),
+                    None,
+                )
+            # Others may still save when one has stopped as asked.
+            if any(code not in (None, 0, EXIT_STOPPED_RESUMABLE) for code in codes):
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            # It came from outside, so no other rank could name a better cause.
+            if -signal.SIGKILL in codes:
+                deadline = 0.0
+            if time.monotonic() > deadline:
+                _kill(ranks)
+                break
+            time.sleep(POLL_SECONDS * is_running)
+        print(shown.read(), end="", flush=True)
     return failed
 
 

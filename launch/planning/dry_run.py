@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from finetune.run import FinetuneRun
-from finetune.settings import EvaluateRun
+from finetune.settings import EmbedData, EmbedRun, EvaluateRun, EvaluationData
 from launch.jobs.preparation import (
     LaunchableRun,
     job_folder,
@@ -251,6 +251,8 @@ def _known_rows(run: LaunchableRun) -> Rows:
             yield from _data_prep_rows(run)
         elif isinstance(run, EvaluateRun):
             yield from _evaluation_rows(run)
+        elif isinstance(run, EmbedRun):
+            yield "data", f"split {run.data.split!r} of {run.data.path}"
         else:
             yield from plan_rows(run)
     except UserError as error:
@@ -581,7 +583,10 @@ def run_checks(run: LaunchableRun, *, known: KnownFacts | None = None) -> list[C
     if isinstance(run, DataPrepRun):
         return rows + list(_source(run))
     if isinstance(run, EvaluateRun):
-        return rows + caught("data", _evaluation_data(run))
+        splits = _evaluated_splits(run)
+        return rows + caught("data", _splits(run.data, splits))
+    if isinstance(run, EmbedRun):
+        return rows + caught("data", _splits(run.data, [run.data.split]))
 
     rows += [_weights(key, file) for key, file in _files(run).items()]
     return rows + caught("data", _training_checks(run, known))
@@ -658,13 +663,19 @@ def _source(run: DataPrepRun) -> Iterator[Check]:
         yield Check("images", "warning", f"{images} does not exist here", next_step)
 
 
-def _evaluation_data(run: EvaluateRun) -> Iterator[Check]:
+def _evaluated_splits(run: EvaluateRun) -> list[str | None]:
     data = run.data
     splits = [data.val_split]
     needs = {EVALUATIONS[settings.name].needs for settings in run.evaluate}
     # Probes learn from the training split, and the part of `dev_percent` is cut from it.
     if data.val_split is None or needs != {"logits"}:
         splits.append(data.train_split)
+    return splits
+
+
+def _splits(
+    data: EvaluationData | EmbedData, splits: Iterable[str | None]
+) -> Iterator[Check]:
     for split in filter(None, splits):
         index = read_split(data.path, split=split, remote_settings=data.remote)
         yield Check("data", "ok", f"{split}: {index.num_samples:,} samples")

@@ -106,6 +106,7 @@ class Dino(ViewObjective):
     def extend_model(self, model: Any, arch: Any) -> None:
         from pretrain.objectives.self_distillation import SelfDistillation
 
+        super().extend_model(model, arch)
         width = costs_of(arch).feature_width(arch)
         model.objective = SelfDistillation(self.settings, width=width, model=model)
         self._module = model.objective

@@ -27,7 +27,8 @@ class LejepaSettings(NamedSection):
     """All views of an image are drawn to the mean of its global ones, while the embeddings of each
     view over the global batch are held to a standard normal distribution (SIGReg), which keeps them
     from collapsing without a teacher. Balestriero & LeCun 2025. Metrics: `train/invariance`,
-    `train/sigreg`, `train/spread` (1 where the features point everywhere, 0 where all are one)."""
+    `train/sigreg`, `train/sigreg_share` of what it is where all embeddings are zero,
+    `train/spread` (1 where the features point everywhere, 0 where all are one)."""
     sigreg_weight: float = Field(default=0.05, gt=0, lt=1)
     """Share of SIGReg in the loss; 0.05 in the paper."""
     num_directions: PositiveInt = 1024
@@ -46,6 +47,7 @@ class Lejepa(ViewObjective):
     def extend_model(self, model: Any, arch: Any) -> None:
         from pretrain.objectives.isotropy import Projector
 
+        super().extend_model(model, arch)
         widths = [rows for rows, _, _ in self.head_layers(arch)]
         model.objective = Projector([*widths, self.settings.projection_width])
 
@@ -64,6 +66,7 @@ class Lejepa(ViewObjective):
         import torch
 
         from pretrain.objectives.isotropy import directions, sigreg, spread
+        from vitscale.objectives.draws import on_device
 
         # Views of one size pass through the model together, those of an image side by side.
         embedded = []
@@ -82,12 +85,16 @@ class Lejepa(ViewObjective):
         directions_ED = directions(
             embedded_BVE.shape[2], self.settings.num_directions, key=key
         )
-        normality = sigreg(
-            embedded_BVE.transpose(0, 1), directions_ED.to(embedded_BVE.device)
-        )
+        # A device is not waited for.
+        there_ED = on_device(directions_ED.numpy(), embedded_BVE.device)
+        normality = sigreg(embedded_BVE.transpose(0, 1), there_ED)
 
         self.record("train/invariance", invariance)
         self.record("train/sigreg", normality)
+        # Embeddings that are all zero have the same statistic in any width and direction.
+        nothing = torch.zeros_like(embedded_BVE[None, :, 0, :1])
+        share = normality / sigreg(nothing, torch.ones_like(nothing[0, :1]))
+        self.record("train/sigreg_share", share)
         self.record("train/spread", spread(embedded[0][:, 0]))
         weight = self.settings.sigreg_weight
         return (1 - weight) * invariance + weight * normality

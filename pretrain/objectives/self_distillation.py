@@ -163,14 +163,19 @@ def sinkhorn(scores_NK: torch.Tensor, *, temperature: float) -> torch.Tensor:
     Rows and columns are normalised in turn. Collective. Source: Caron et al. 2020 (SwAV), appendix
     A.1. The numbers of rows and prototypes that other codes divide by cancel.
     """
-    # exp() of a score over a small temperature overflows; a constant cancels.
-    largest = scores_NK.new_full((1,), -math.inf)
-    largest = max_over_ranks(torch.cat([scores_NK.flatten(), largest]).amax())
-    answers_NK = torch.exp((scores_NK - largest) / temperature)
+    # In logarithms: exp() of a score over a small temperature is beyond what fp32 holds.
+    log_NK = scores_NK / temperature
     for _ in range(SINKHORN_ROUNDS):
-        answers_NK = answers_NK / sum_over_ranks(answers_NK.sum(dim=0))
-        answers_NK = answers_NK / answers_NK.sum(dim=1, keepdim=True)
-    return answers_NK
+        log_NK -= _log_sum(log_NK)
+        log_NK -= log_NK.logsumexp(dim=1, keepdim=True)
+    return log_NK.exp()
+
+
+def _log_sum(log_NK: torch.Tensor) -> torch.Tensor:
+    """Logarithm of the sum of exp() over the rows of all ranks, [K]. Collective."""
+    own_K = log_NK.logsumexp(dim=0)
+    largest_K = max_over_ranks(own_K)
+    return largest_K + sum_over_ranks((own_K - largest_K).exp()).log()
 
 
 def view_loss(

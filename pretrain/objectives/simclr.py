@@ -39,6 +39,7 @@ class Simclr(ViewObjective):
     def extend_model(self, model: Any, arch: Any) -> None:
         from pretrain.objectives.contrast import Projection
 
+        super().extend_model(model, arch)
         width = self.settings.projection_width
         model.objective = Projection(costs_of(arch).feature_width(arch), width)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vitscale.config.errors import UserError
 from vitscale.config.section import Problems
 from vitscale.objectives.objective import Objective
 
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
     from vitscale.data.loader import Batch
     from vitscale.runs.training import TrainingRun
 
-# Healthy runs stay above five times this.
+# Of the information in an answer, healthy runs keep three times as much.
 COLLAPSED = 0.01
+# Healthy runs are below a half after a tenth of their steps.
+NOT_NORMAL = 0.9
 
 
 class ViewObjective(Objective):
@@ -65,14 +68,6 @@ class ViewObjective(Objective):
                     "set its image_size",
                 )
 
-        # Models of timm take images of other sizes where they are told so.
-        arguments = getattr(run.model, "arguments", {"dynamic_img_size": True})
-        takes_any_size = arguments.get("dynamic_img_size", False)
-        if sizes["local"] - {image_size} and not takes_any_size:
-            yield (
-                "model.arguments",
-                "timm's model takes images of one size; set it to {dynamic_img_size: true}",
-            )
         # The model's own report comes first: with its problems there are no patches.
         if any(run.model.problems()):
             return
@@ -85,6 +80,26 @@ class ViewObjective(Objective):
                     f"{size} px is no multiple of the patch size {patch_size}; set image_size",
                 )
 
+    def extend_model(self, model: Any, arch: Any) -> None:
+        """Raises UserError for a model that does not take views of another size."""
+        import torch
+
+        # Models of timm have no common word for it, and only the model itself knows.
+        own = arch.image_size
+        model.eval()
+        for side in {view.image_size or own for view in self.views} - {own}:
+            try:
+                with torch.no_grad():
+                    model(torch.zeros(1, 3, side, side), output="features")
+            except Exception as error:  # timm's models raise any kind
+                raise UserError(
+                    f"the model takes no views of {side} px ({error})",
+                    where="data.views",
+                    next_step="set model.arguments={dynamic_img_size: true} where the model has "
+                    "it, or remove the image_size of local views",
+                ) from None
+        model.train()
+
     def _count(self, *, is_local: bool) -> int:
         return sum(
             view.count for view in self.views if (_kind(view) == "local") == is_local
@@ -94,7 +109,8 @@ class ViewObjective(Objective):
         # Answers that are the same for all images, or features that are.
         information = means.get("train/mean_entropy", 1.0)
         information -= means.get("train/teacher_entropy", 0.0)
-        if min(information, means.get("train/spread", 1.0)) > COLLAPSED:
+        is_spread = min(information, means.get("train/spread", 1.0)) > COLLAPSED
+        if is_spread and means.get("train/sigreg_share", 0.0) < NOT_NORMAL:
             return None
         return "collapsing: all images look alike to the model; docs/methods.md says what helps"
 

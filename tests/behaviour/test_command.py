@@ -46,6 +46,8 @@ pretrain vit_b16 --print-config | launch/local.py --config vit_b16 --print-confi
 pretrain --help optim | pretrain/main.py --help optim
 finetune init=runs/a | finetune/main.py init=runs/a
 evaluate init=runs/a | launch/local.py init=runs/a
+embed init=runs/a --num-procs 2 | launch/local.py stage=embed init=runs/a --num-procs 2
+embed init=runs/a --dry-run --num-procs 2 | finetune/embed.py init=runs/a --dry-run
 predict init=runs/a cat.jpg | finetune/predict.py init=runs/a cat.jpg
 prepare shards data/digits | data_prep/make_shards.py --config data/digits
 prepare verify runs/a | data_prep/verify_shards.py runs/a
@@ -70,7 +72,7 @@ def test_the_script_itself_runs_as_a_rank(started, monkeypatch):
 def test_all_commands_have_scripts():
     found = [*COMMANDS.values(), *PREPARE.values()]
     scripts = [ROOT / script for script, _ in found if script != "-"]
-    assert len(scripts) == 15
+    assert len(scripts) == 16
     assert all(script.is_file() for script in scripts)
 
 

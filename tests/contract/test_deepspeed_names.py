@@ -24,6 +24,8 @@ TORCH_AUTOCAST_INITIALIZED runtime/torch_autocast.py
 _WORLD_GROUP utils/groups.py
 enable_backward_allreduce runtime/engine.py
 _global_grad_norm runtime/zero/stage_1_and_2.py
+averaged_gradients runtime/zero/stage_1_and_2.py
+get_grad_norm_direct runtime/zero/stage_1_and_2.py
 loss_scaler runtime/zero/stage_1_and_2.py
 loss_scale runtime/zero/stage_1_and_2.py
 _hp_mapping runtime/zero/stage_1_and_2.py
@@ -44,6 +46,7 @@ fp32_partitioned_groups_flat runtime/zero/stage3.py
 get_param_id runtime/zero/stage3.py
 grad_position runtime/zero/stage3.py
 persistent_parameters runtime/zero/stage3.py
+sub_group_to_group_id runtime/zero/stage3.py
 """.splitlines()
 )
 # Set and read by their names.

@@ -18,6 +18,7 @@ HEAVY = ("torch", "torchvision", "deepspeed", "timm", "mlflow", "webdataset")
 STAGE_OF = {
     "data_prep": "data_prep",
     "finetune": "finetune",
+    "finetune.embed": "embed",
     "finetune.evaluate_model": "evaluate",
     "finetune.export": "export",
     "finetune.predict": "predict",
@@ -162,6 +163,7 @@ def test_a_wrong_path_is_an_error_before_torch_is_imported(tmp_path):
     """That of a model, and of an image."""
     commands = {}
     for name, words in (
+        ("embed", "init=lost data.path=x output=x.parquet"),
         ("predict", "init=lost x"),
         ("predict", "init=. x"),
         ("visualize", "init=lost"),

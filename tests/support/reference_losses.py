@@ -134,7 +134,18 @@ def lejepa(weight: float, directions_of: Callable[[int], torch.Tensor]) -> Loss:
             statistics.append(len(pixels) * integral_D.mean())
 
         sigreg = sum(statistics) / len(statistics)
-        return (1 - weight) * sum(gaps) / len(gaps) + weight * sigreg
+        invariance = sum(gaps) / len(gaps)
+        sample.metrics["train/invariance"] = invariance
+        sample.metrics["train/sigreg"] = sigreg
+        # Of zeros the mean of all exponentials is 1.
+        zero = 0.0
+        for knot in knots:
+            gauss = math.exp(-(knot**2) / 2)
+            share = 0.5 if abs(knot) == 5 else 1.0
+            zero += share * 10 / 16 * gauss * (1 - gauss) ** 2
+        sample.metrics["train/sigreg_share"] = sigreg / (len(pixels) * zero)
+        sample.metrics["train/spread"] = _spread(embedded[0])
+        return (1 - weight) * invariance + weight * sigreg
 
     return loss_of
 
@@ -188,6 +199,12 @@ def dino(
                 log_K = (scores_K / 0.5).log_softmax(dim=0)
                 terms.append(-(answer_NK[other] * log_K).sum())
         loss = torch.stack(terms).mean()
+        sample.metrics["train/view_loss"] = loss
+        sample.metrics["train/spread"] = _spread(features_ND[0::2])
+        # Of each answer, and of the mean of all.
+        entropies = [_entropy(answer_K) for answer_K in answer_NK]
+        sample.metrics["train/teacher_entropy"] = torch.stack(entropies).mean()
+        sample.metrics["train/mean_entropy"] = _entropy(answer_NK.mean(dim=0))
 
         if masks_of is not None:
             answer_MK = answers(teacher_MK, "patches", temperature)
@@ -195,15 +212,31 @@ def dino(
             terms_M = -(answer_MK * log_MK).sum(dim=1)
             counts = masks_NL.sum(dim=1).tolist()
             parts = [part.mean() for part in terms_M.split(counts) if len(part)]
+            sample.metrics["train/patch_loss"] = sum(parts) / len(views)
             loss = loss + sum(parts) / len(views)
+        spreads = []
         for view_BD in (features_ND[0::2], features_ND[1::2]):
             unit_BD = view_BD.float() / view_BD.float().norm(dim=1, keepdim=True)
             far_BB = torch.eye(len(unit_BD)) * 9
             distances_B = (torch.cdist(unit_BD, unit_BD) + far_BB).min(dim=1).values
-            loss = loss - koleo * torch.log(distances_B + 1e-8).mean()
-        return loss
+            spreads.append(-torch.log(distances_B + 1e-8).mean())
+        if koleo:
+            sample.metrics["train/koleo"] = sum(spreads) / 2
+        return loss + koleo * sum(spreads)
 
     return loss_of
+
+
+def _spread(features_BD: torch.Tensor) -> torch.Tensor:
+    """1 less the mean cosine of all pairs, those of an image with itself as well."""
+    unit_BD = features_BD.double() / features_BD.double().norm(dim=1, keepdim=True)
+    return 1 - (unit_BD @ unit_BD.T).mean()
+
+
+def _entropy(shares_K: torch.Tensor) -> torch.Tensor:
+    """Over the largest that is possible."""
+    wide_K = shares_K.double()
+    return -(wide_K * wide_K.log()).sum() / math.log(len(wide_K))
 
 
 def _balanced(logits_NK: torch.Tensor) -> torch.Tensor:

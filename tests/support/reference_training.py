@@ -79,12 +79,16 @@ class Sample:
     step: int = 0
     teacher: Run | None = None
     """Runs the model with the average of its weights."""
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What the loss measures besides, by the names of the product."""
 
 
 @dataclass
 class Result:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """Of a loss that looks at all images of a step at once."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     average: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -147,8 +151,14 @@ def train(
             )
             sums[micro, rank] = dict(zip(trained, gradients, strict=True))
 
+        measured = {name: value.item() for name, value in sample.metrics.items()}
+        result.metrics.append(measured)
         means = {name: _mean(sums, name, machine) for name in masters}
-        squares = [float(mean.double().square().sum()) for mean in means.values()]
+        # What is frozen must not shrink the others: DINO's code clips each tensor for itself.
+        counted = [
+            mean for name, mean in means.items() if not _is_frozen(name, step, recipe)
+        ]
+        squares = [float(mean.double().square().sum()) for mean in counted]
         norm = math.sqrt(sum(squares))
         # The gradient of a loss that is not finite may be: the update is skipped all the same.
         if not all(map(math.isfinite, losses)):
@@ -287,6 +297,10 @@ def _moved(first: float, last: float | None, step: int, recipe: Recipe) -> float
     return last + (first - last) * (1 + math.cos(math.pi * step / recipe.total)) / 2
 
 
+def _is_frozen(name: str, step: int, recipe: Recipe) -> bool:
+    return recipe.frozen in name and step < recipe.frozen_steps
+
+
 def _layers_above(name: str, depth: int) -> int:
     """BEiT and MAE: 0 for head and last norm, depth + 1 for patches, positions and tokens."""
     if name.startswith("blocks."):
@@ -307,7 +321,7 @@ def _updated(
     """One step of one tensor, in fp64."""
     scale = recipe.layer_decay ** _layers_above(name, recipe.depth)
     rate = rate_at(step, recipe) * scale
-    if recipe.frozen in name and step < recipe.frozen_steps:
+    if _is_frozen(name, step, recipe):
         rate = 0.0
     # Biases, norms and learned tokens are not decayed.
     decay = 0.0

@@ -129,6 +129,21 @@ class WrappedLayout(Layout):
         self._names = {id(p): name for name, p in named if p.requires_grad}
         self._unused: frozenset[str] | None = None
         """Names of the parameters that no loss reaches; None before the first micro-batch."""
+        self._norm_of_group = self._wrapper.get_grad_norm_direct
+        self._wrapper.get_grad_norm_direct = self._counted_norm
+
+    def _counted_norm(self, gradients: Any, *parameters: Any) -> Any:
+        """DeepSpeed's norm of the gradients of a group, if it counts; -1 for one with NaN."""
+        norm = self._norm_of_group(gradients, *parameters)
+        for number, of_group in self._wrapper.averaged_gradients.items():
+            if of_group is gradients:
+                share = self.shares()[self._group_of(number)]
+                norm = torch.where(norm < 0, norm, norm * share)
+        return norm
+
+    def _group_of(self, number: int) -> int:
+        """The optimiser's group of one of DeepSpeed's."""
+        return number
 
     def backward(self, loss: torch.Tensor) -> None:
         """Raises UserError on all ranks, or RankError on one, when the ranks' graphs differ."""
@@ -237,6 +252,10 @@ class SlicedLayout(WrappedLayout):
 
 class PartitionedLayout(WrappedLayout):
     """ZeRO 3: each rank holds an equal slice of every parameter; the last ones may hold padding."""
+
+    def _group_of(self, number: int) -> int:
+        # A group of more than 10^9 values is several here.
+        return int(self._wrapper.sub_group_to_group_id[number])
 
     def updated_tensors(self) -> list[torch.Tensor]:
         return list(self._wrapper.fp32_partitioned_groups_flat)

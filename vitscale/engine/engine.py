@@ -108,6 +108,11 @@ class Engine:
         )
         _cast_fixed_tables(model)
         self.base_optimizer = self._layout.base_optimizer
+        # Groups of `optimizer_groups` say all this, those of another caller only what torch asks.
+        for group in self.base_optimizer.param_groups:
+            group.setdefault("lr_scale", 1.0)
+            group.setdefault("part", "")
+            group.setdefault("full_decay", group.get("weight_decay", 0.0))
 
         # Training starts from the weights as they were before DeepSpeed rounded them.
         self._parts = list(self._layout.parts(trained))
@@ -332,10 +337,13 @@ class Engine:
     ) -> None:
         """The rate of the head; a group's `lr_scale` gives that of the layers below.
 
-        rate_factor: of a part of the model (`Objective.part_of`). decay_factor: of weight decay.
+        rate_factor: of a part of the model (`Objective.part_of`); the gradients of one that is 0
+        count in no norm. decay_factor: of weight decay.
         """
         for group in self.base_optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"] * rate_factor(group["part"])
+            factor = rate_factor(group["part"])
+            group["lr"] = lr * group["lr_scale"] * factor
+            group["is_frozen"] = factor == 0
             group["weight_decay"] = group["full_decay"] * decay_factor
 
     def gradient_norm(self) -> float:

@@ -92,7 +92,16 @@ class Layout(ABC):
 
     @abstractmethod
     def norm(self) -> Any:
-        """Global norm of the unclipped gradients of the update; NaN before the first."""
+        """Global norm of the unclipped gradients of the update; NaN before the first.
+
+        Those of frozen groups do not count, since they must not shrink the others: DINO clips each
+        tensor before it drops the gradient of its last layer, and DINOv2 each module.
+        """
+
+    def shares(self) -> list[float]:
+        """How much each group counts in the norm: 0 if frozen. NaN times 0 is still NaN."""
+        groups = self.base_optimizer.param_groups
+        return [float(not group.get("is_frozen")) for group in groups]
 
     def close(self) -> None:
         """Remove all hooks, so that another engine can be built."""
@@ -192,8 +201,13 @@ class PlainLayout(OwnLayout):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-        gradients = [parameter.grad for parameter in self._parameters]
-        return nn.utils.get_total_norm(gradients)
+        share_of: dict[Any, float] = {}
+        groups = self.base_optimizer.param_groups
+        for group, share in zip(groups, self.shares(), strict=True):
+            share_of |= dict.fromkeys(group["params"], share)
+        norms = torch._foreach_norm([p.grad for p in self._parameters])
+        norms = torch._foreach_mul(norms, [share_of[p] for p in self._parameters])
+        return torch.linalg.vector_norm(torch.stack(norms))
 
 
 class FlatLayout(OwnLayout):
@@ -297,6 +311,7 @@ class FlatLayout(OwnLayout):
     def _global_norm(self) -> torch.Tensor:
         """In fp64 until the root, so that it hardly depends on how many ranks have slices."""
         norms = torch._foreach_norm(self._gradients, dtype=torch.float64)
+        norms = torch._foreach_mul(norms, self.shares())
         square = torch.stack(norms).square().sum()
         if self._world.world_size > 1:
             dist.all_reduce(square)

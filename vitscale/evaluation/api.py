@@ -18,7 +18,7 @@ from vitscale.config.loader import Source, explain
 from vitscale.config.section import Run
 from vitscale.data.index import read_split
 from vitscale.data.samples import unreadable_error, unreadable_sample
-from vitscale.data.settings import DataSettings, RemoteSettings
+from vitscale.data.settings import RemoteSettings
 from vitscale.engine.device_batches import Normalization
 from vitscale.evaluation.samples import EvaluationResize
 from vitscale.evaluation.trained_model import Preprocessing, open_model
@@ -31,9 +31,8 @@ class Preprocess:
     """The preprocessing of a model's evaluations, as a transform of one image. Can be pickled."""
 
     def __init__(self, pixels: Preprocessing) -> None:
-        data = DataSettings(path="", global_batch=1, **pixels.data_values())
         self.image_size = pixels.image_size
-        self._resize = EvaluationResize(data, image_size=pixels.image_size)
+        self._resize = EvaluationResize(pixels.settings(), image_size=pixels.image_size)
         self._normalize = Normalization(
             mean=pixels.mean, std=pixels.std, device=torch.device("cpu")
         )

@@ -148,6 +148,7 @@ class Subject:
     model: Engine | InferenceModel
     """Its methods are collective where the model is sharded over ranks."""
     train: tuple[SplitIndex, ...]
+    """The training set; empty where all evaluations read logits alone."""
     val: SplitIndex
     data: DataSettings
     image_size: int

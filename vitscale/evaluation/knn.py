@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from pydantic import PositiveFloat, PositiveInt
 
+from vitscale.config.errors import print_note
 from vitscale.config.section import Items
 from vitscale.evaluation.evaluation import Probe, SettingsBase, Share, Subject
 
@@ -22,7 +23,7 @@ class KnnSettings(SettingsBase):
     name: Literal["knn"] = "knn"
     """Metrics: val/knn_top1, and val/knnK_top1 for each K of `also_k`."""
     k: PositiveInt = 20
-    """Neighbours that vote."""
+    """Neighbours that vote; of a smaller bank all do, which a line says."""
     also_k: Items[PositiveInt] = ()
     """Further numbers of neighbours, from the same search. DINOv2: [10, 20, 100, 200]."""
     temperature: PositiveFloat = 0.07
@@ -51,13 +52,18 @@ class Knn(Probe):
         bank = subject.features("train", samples=samples).gathered()
         bank_ND = normalize(bank.values_ND.to(device), dim=1)
         labels_N = bank.labels_N.to(device)
+        most = max(ks)
+        if most > len(bank_ND) and subject.model.world.is_first:
+            print_note(
+                f"knn: {most} neighbours of a bank of {len(bank_ND)} images: all vote"
+            )
 
         def votes(values_BD: torch.Tensor) -> torch.Tensor:
             """For each k and class the sum of exp(similarity / temperature) over the k nearest."""
             # One search for the largest k has the neighbours of all.
             similarity_BN = normalize(values_BD, dim=1) @ bank_ND.T
             similarity_BK, nearest_BK = similarity_BN.topk(
-                min(max(ks), len(bank_ND)), dim=1
+                min(most, len(bank_ND)), dim=1
             )
             labels_BK = labels_N[nearest_BK]
 

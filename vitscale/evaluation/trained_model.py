@@ -66,6 +66,11 @@ class Preprocessing:
         del values["image_size"]
         return values
 
+    def settings(self, *, batch: int = 1, **more: Any) -> DataSettings:
+        """Settings that read images as the model expects them, wherever they are."""
+        values = self.data_values()
+        return DataSettings(path="", global_batch=batch, **values, **more)
+
 
 class InferenceModel:
     """A model in eval mode, with the outputs that evaluations read.

@@ -116,10 +116,11 @@ def random_crop_box(
 
     Source: the inception crop, Szegedy et al. 2015, sec. 6; aspect log-uniform as in torchvision.
     """
+    log_aspect = [math.log(ratio) for ratio in aspect]
     for _ in range(CROP_ATTEMPTS):
         # Share of the area and ratio of the sides give both: w * h = pixels, w / h = ratio.
         pixels = random.uniform(*area) * width * height
-        ratio = math.exp(random.uniform(*map(math.log, aspect)))
+        ratio = math.exp(random.uniform(*log_aspect))
         w = round(math.sqrt(pixels * ratio))
         h = round(math.sqrt(pixels / ratio))
         # Its place is drawn in any case: each attempt takes the same number of draws.

@@ -21,7 +21,7 @@ from vitscale.distributed.random_numbers import GOLDEN, stream_key
 # timm imports wandb where it is installed, which takes a third of a second at every start.
 _hidden = sys.modules.setdefault("wandb", None) is None  # type: ignore[arg-type]  # so Python marks it
 try:
-    from timm.layers import DropPath
+    from timm.layers import Attention, DropPath
 finally:
     if _hidden:
         del sys.modules["wandb"]
@@ -110,6 +110,14 @@ def tokens_of(
             hook.remove()
     features_BD = model.forward_head(tokens_BLD, pre_logits=True)
     return features_BD, tokens_BLD[:, model.num_prefix_tokens :]
+
+
+def attention_modules(model: Any) -> list[Attention]:
+    """The attention of each block, first layer first; none where a block has another kind than
+    softmax(q k) v, such as one that turns q and k by their positions."""
+    modules = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
+    plain = [module for module in modules if isinstance(module, Attention)]
+    return plain if len(plain) == len(modules) else []
 
 
 def round_weights(model: nn.Module, dtype: torch.dtype) -> None:

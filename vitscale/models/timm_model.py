@@ -48,20 +48,22 @@ class TimmModel(nn.Module):
         self, images_B3SS: torch.Tensor, *, output: str = "logits", **inputs: Any
     ) -> Any:
         """output: `logits` [B, classes]; `features` [B, width], what the last layer sees;
-        `tokens`: of `tokens_of`, for models that keep tokens; `objective`: what the objective's
-        module predicts from the images and `inputs`.
+        `tokens`: of `tokens_of`, for models that keep tokens; `class_token` [B, width], for models
+        with one; `objective`: what the objective's module predicts from the images and `inputs`.
         """
         if output == "objective":
             return self.objective(self, images_B3SS, **inputs)
         if output == "tokens":
             return tokens_of(self, images_B3SS, **inputs)
+        model: Any = self
+        if output == "class_token":
+            return model.forward_features(images_B3SS)[:, 0]
         assert output in self.known_outputs and not inputs, (output, *inputs)
         # Convolutions on GPUs are faster so, and every layer keeps the layout.
         if images_B3SS.is_cuda:
             images_B3SS = images_B3SS.contiguous(memory_format=torch.channels_last)
         if output == "logits":
             return super().forward(images_B3SS)
-        model: Any = self
         return model.forward_head(model.forward_features(images_B3SS), pre_logits=True)
 
     def load_weights(

@@ -78,6 +78,7 @@ class ViT(VisionTransformer):
         """output: `logits` [B, num_classes]; `features` [B, width], pooled, before the whole head,
         so also before a representation layer; `representation` [B, width], after that layer;
         `blocks`: of `block_features`; `tokens`: of `tokens_of`, which takes inputs;
+        `class_token` [B, width], after the last norm;
         `objective`: what the objective's module predicts from the images and `inputs`.
         """
         rows, columns = images_B3SS.shape[2:]
@@ -86,6 +87,8 @@ class ViT(VisionTransformer):
             return self.objective(self, images_B3SS, **inputs)
         if output == "tokens":
             return tokens_of(self, images_B3SS, **inputs)
+        if output == "class_token":
+            return self.forward_features(images_B3SS)[:, 0]
         assert output in self.known_outputs and not inputs, (output, *inputs)
         if output == "blocks":
             return self.block_features(images_B3SS)

@@ -65,7 +65,7 @@ def brute_force(query, bank, labels, *, k):
 
 
 @every(num_bank="60, 4")
-def test_every_k_equals_brute_force(num_bank):
+def test_every_k_equals_brute_force(num_bank, capfd):
     # Lengths other than 1 have no say: the similarity is the cosine.
     bank = 3 * normalized(num_bank, seed=0)
     queries = 2 * normalized(40, seed=1)
@@ -80,7 +80,9 @@ def test_every_k_equals_brute_force(num_bank):
     )
     metrics = Knn(settings).metrics(subject)
 
-    # A bank of 4 images has fewer neighbours than most of these ask for.
+    # A bank of 4 images has fewer neighbours than most of these ask for, which is said.
+    said = "knn: 50 neighbours of a bank of 4 images" in capfd.readouterr().err
+    assert said == (num_bank == 4)
     names = {
         "knn_top1": 5,
         "knn1_top1": 1,

@@ -9,14 +9,11 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 from pydantic import ValidationError
 
-from finetune import predicting
 from finetune.evaluating import (
     as_rows,
     evaluate_run,
@@ -274,12 +271,8 @@ def test_predictions_meet_labels_whatever_their_order(shards, tmp_path):
         assert float(row["p_1"]) == pytest.approx(share, rel=1e-5)
 
 
-def test_images_that_cannot_be_read_are_neither_right_nor_wrong(
-    shards, tmp_path, monkeypatch
-):
-    """The first four of six are damaged in their shard."""
-    # Rows are written in chunks: one chunk has no readable image at all.
-    monkeypatch.setattr(predicting, "CHUNK_ROWS", 4)
+def test_images_that_cannot_be_read_are_neither_right_nor_wrong(shards, tmp_path):
+    """The first four of six are damaged in their shard: one part has no readable image at all."""
     damaged = Path(shutil.copytree(shards, tmp_path / "damaged"))
     index = read_split(str(damaged), split="test")
     with open(index.shards[0], "r+b") as file:
@@ -302,22 +295,6 @@ def test_images_that_cannot_be_read_are_neither_right_nor_wrong(
     # The last one is an error, so that the command's exit code is 2.
     more = "... 1 more, with the reason in column error"
     assert lines[5:] == [more, "4 of 6 could not be read"]
-
-
-def test_tables_of_ranks_are_joined_in_the_memory_of_one_row_group(tmp_path):
-    path = tmp_path / "0"
-    table = pa.table({"image": [f"{number:0900}" for number in range(4096)]})
-    with pq.ParquetWriter(path, table.schema) as writer:
-        for _ in range(9):
-            writer.write_table(table)
-
-    used = []
-    before = pa.total_allocated_bytes()
-    for _ in predicting._row_groups([pq.ParquetFile(path)]):
-        used.append(pa.total_allocated_bytes() - before)
-    # A group takes 1.5 tables. Arrow's threads may hold the one before for a moment; all nine would
-    # be 13 tables.
-    assert max(used) < 4 * table.nbytes
 
 
 def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path):

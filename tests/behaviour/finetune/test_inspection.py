@@ -1,36 +1,37 @@
-"""Attention, its distance and rollout, components and similarities equal slow computation; what
-is missing is said, and refused by name."""
+"""Attention and its rollout, components and similarities equal slow computation; what is missing is
+said, and refused by name."""
 
-import math
 import os
 import re
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from matplotlib import colormaps
 from PIL import Image
+from scipy.spatial.distance import cosine
 from sklearn.decomposition import PCA
 from timm.utils import AttentionExtract
 
 from data_prep.images.check import check_image
 from finetune.images import Images, converted_pixels
 from finetune.inspection.attention import (
-    attention_modules,
     attention_rollout,
-    draw_distance,
     draw_rollout,
-    head_distances,
-    mean_distance,
-    patch_attention,
-    patch_distances,
+    last_attention,
     patch_weights,
     read_attention,
     rolled_out,
 )
+from finetune.inspection.patches import (
+    draw_components,
+    draw_similarity,
+    principal_components,
+    similarities,
+)
 from finetune.inspection.run import draw_pictures
 from finetune.inspection.visualized import Visualized
-from finetune.inspection.weights import position_similarity, principal_components
 from finetune.predicting import find_inputs
 from finetune.settings import PICTURES, PredictRun, VisualizeRun
 from tests.contract.tree import ROOT
@@ -38,12 +39,12 @@ from tests.support.corpora.image_samples import decoded, encoded, photograph, ro
 from tests.support.corpora.shard_folders import image_bytes, make_shard_folder
 from tests.support.engine.small_models import export, small_model
 from tests.support.engine.subjects import WORLD
-from tests.support.tables import refused
+from tests.support.tables import lines, refused
 from vitscale.data.index import read_split
 from vitscale.data.settings import DataSettings
 from vitscale.evaluation.samples import EvaluationSamples
 from vitscale.evaluation.sheet import caption
-from vitscale.models.positions import sincos_position_embedding
+from vitscale.models.interface import attention_modules
 from vitscale.runs.data_prep import ImageSettings
 
 
@@ -99,48 +100,6 @@ def test_attention_is_timms_although_fused():
         torch.testing.assert_close(p_BTT, of_timm, atol=1e-6, rtol=1e-5)
 
 
-def test_distances_of_known_attention():
-    """Identity: 0 px. A query that attends to prefix tokens alone counts as uniform."""
-    distances = patch_distances((14, 14), stride=16)
-    identity = torch.eye(196)[None]
-    assert mean_distance(identity, distances).tolist() == [0.0]
-
-    # Without its prefix nothing is left of such a row, and nothing to divide by.
-    alone = torch.zeros(2, 197, 197)
-    alone[:, :, 0] = 1.0
-    uniform = patch_attention(alone, num_prefix_tokens=1)
-    # Of all pairs on 14 x 14 patches of 16 px.
-    for distance in mean_distance(uniform, distances).tolist():
-        assert distance == pytest.approx(116.49, abs=0.005)
-
-
-def test_heads_of_a_model_equal_a_slow_loop():
-    """Batches of different sizes; a class token and registers; grids count rows first."""
-    model = inference_model(num_registers=2)
-    images = random_images(3)
-    distances = head_distances(
-        model,
-        [images[:2], images[2:]],
-        grid=(4, 4),
-        stride=4,
-        num_prefix_tokens=3,
-    )
-
-    # The corner of each patch in pixels.
-    corners = [(4 * row, 4 * column) for row in range(4) for column in range(4)]
-    for (layer, head), p_BTT in maps_of(model, images).items():
-        total = 0.0
-        for rows in p_BTT[:, 3:, 3:].double():
-            for corner, row in zip(corners, rows, strict=True):
-                weighted = sum(
-                    float(weight) * math.dist(corner, other)
-                    for weight, other in zip(row, corners, strict=True)
-                )
-                # The weights of patches have no sum of 1: prefix tokens have a share.
-                total += weighted / float(row.sum()) / (3 * 16)
-        assert float(distances[layer, head]) == pytest.approx(total, rel=1e-5)
-
-
 def test_rollout_is_the_product_of_all_layers():
     """Later layers on the left, of the mean of heads, half of it the identity."""
     model = inference_model(depth=3)
@@ -155,6 +114,10 @@ def test_rollout_is_the_product_of_all_layers():
         heads = torch.stack(of_layer).double()
         mixed = 0.5 * heads.mean(dim=0) + 0.5 * torch.eye(17)
         expected = (mixed / mixed.sum(dim=-1, keepdim=True)) @ expected
+
+    # DINO's figure: the last layer alone, here the mean of its heads.
+    of_last = torch.stack([maps[2, head] for head in range(3)]).mean(dim=0)
+    torch.testing.assert_close(last_attention(model, images), of_last)
 
     rollout = attention_rollout(model, images)
     torch.testing.assert_close(rollout, expected.float(), atol=1e-6, rtol=1e-5)
@@ -177,51 +140,68 @@ def test_weights_are_the_class_tokens_row_or_the_mean_of_patches():
         torch.testing.assert_close(weights, torch.tensor([[[0.5, 1.0]]]))
 
 
-# ---- weights -------------------------------------------------------------------------------------
+# ---- patches -------------------------------------------------------------------------------------
 
 
 def test_components_are_those_of_scikit_learn():
     random = torch.Generator().manual_seed(0)
-    filters = torch.randn(40, 3, 3, 3, generator=random)
-    components, shares = principal_components(filters, count=5)
-    rows = filters.flatten(1).double().numpy()
-    expected = PCA(n_components=5, svd_solver="full").fit(rows)
-    assert shares.tolist() == pytest.approx(expected.explained_variance_ratio_.tolist())
-
-    pairs = zip(components.flatten(1), expected.components_, strict=True)
-    for component, other in pairs:
-        assert abs(float(component @ torch.from_numpy(other))) == pytest.approx(1.0)
+    points = torch.randn(40, 7, generator=random) * torch.arange(1, 8) + 3
+    values = principal_components(points, count=3)
+    rows = points.double().numpy()
+    expected = PCA(n_components=3, svd_solver="full").fit_transform(rows)
+    for column, other in zip(values.T.numpy(), expected.T, strict=True):
         # PCA leaves the sign open; here the largest value is positive.
-        assert float(component.abs().max()) == float(component.max())
-
-    # Multiples of one filter, shifted by a common one, which PCA takes away.
-    multiples = torch.linspace(-1, 3, 9)[:, None, None, None]
-    alike = filters[0] + multiples * filters[1]
-    components, shares = principal_components(alike, count=28)
-    assert components.shape == (1, 3, 3, 3)
-    assert shares.tolist() == pytest.approx([1.0])
+        sign = np.sign(other[np.abs(other).argmax()])
+        assert column == pytest.approx(sign * other, abs=1e-5)
 
 
-GRID = (3, 5)
-WIDTH = 16
+def test_similarity_is_the_cosine_of_scipy():
+    tokens = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
+    found = similarities(tokens, patch=3)
+    for image, row in zip(tokens.numpy(), found.tolist(), strict=True):
+        assert row == pytest.approx([1 - cosine(image[3], each) for each in image])
 
 
-def test_similarity_of_fixed_positions_equals_direct_computation():
-    """|e|^2 is half the width, and the product of two sums cos of their distance per frequency."""
-    pos_LD = sincos_position_embedding(GRID, width=WIDTH)
-    # Tokens without a place on the grid have no part in it.
-    prefix = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
-    similarity = position_similarity(torch.cat([prefix, pos_LD]), grid=GRID)
-    assert similarity.shape == (*GRID, *GRID)
+# A class token and registers; of timm, also with positions by rotation and another size.
+PATCHES = """
+family | settings
+vit | {num_registers: 2}
+timm | {model: test_vit, image_size: 160}
+timm | {model: vit_tiny_patch16_dinov3_qkvb, image_size: 64}
+"""
 
-    # A sine and a cosine for each of the two coordinates.
-    bands = WIDTH // 4
-    frequencies = [10_000 ** -(i / (bands - 1)) for i in range(bands)]
-    for index, value in np.ndenumerate(similarity.numpy()):
-        row, column, other_row, other_column = index
-        differences = (row - other_row, column - other_column)
-        cosines = [math.cos(w * d) for w in frequencies for d in differences]
-        assert value == pytest.approx(sum(cosines) / (2 * bands), abs=1e-6)
+
+@lines(PATCHES)
+def test_patches_are_drawn_where_they_are(tmp_path, family, settings):
+    model = small_model(family, num_classes=0, **yaml.safe_load(settings))
+    side = model.arch.image_size
+    photos = [photograph(side, side), photograph(side, side).rotate(90)]
+    for number, photo in enumerate(photos):
+        photo.save(tmp_path / f"{number}.png")
+    run = VisualizeRun(init="x", images=(str(tmp_path),))
+    subject = Visualized(run, model, WORLD)
+
+    # What timm's own pass has of the same pixels, without the tokens before the patches.
+    pixels = np.stack([np.asarray(photo) for photo in photos]).transpose(0, 3, 1, 2)
+    with torch.no_grad():
+        network = model.network
+        tokens = network.forward_features(torch.tensor(pixels) / 127.5 - 1)
+    rows = side // network.patch_embed.patch_size[0]
+    patches = tokens[:, tokens.shape[1] - rows**2 :].numpy()
+
+    # Colours are scaled over both images, so that one component has the same order in both.
+    points = PCA(n_components=1).fit_transform(patches.reshape(2 * rows**2, -1))
+    grids = points.reshape(2, rows, rows)
+    axes = draw_components(subject).axes
+    shown = np.stack([axes[2 + i].images[0].get_array()[..., 0] for i in range(2)])
+    correlation = np.corrcoef(shown.ravel(), grids.ravel())[0, 1]
+    assert abs(correlation) > 0.99
+
+    # The marked patch is in the middle.
+    at = rows // 2
+    axes = draw_similarity(subject).axes
+    (frame,) = axes[2].patches
+    assert frame.get_xy() == (at * frame.get_width(), at * frame.get_height())
 
 
 # ---- pictures ------------------------------------------------------------------------------------
@@ -250,26 +230,30 @@ def drawn(init, output, *images, **values):
 def test_what_a_model_lacks_is_left_out(tmp_path, capsys):
     # Names that matplotlib would read as mathematics, and fail: of a model, and below of a class.
     vit = export(small_model(num_classes=0), "safetensors", tmp_path / "$v_{$")
-    assert drawn(vit, tmp_path / "a") == {"patch_filters", "position_similarity"}
-    printed = capsys.readouterr().out
-    assert "left out attention_distance, attention_rollout: no images" in printed
-    assert "set images=PATH" in printed
-
-    # What was asked for by name is not left out but an error.
     none = tmp_path / "none"
-    with refused("pictures: attention_rollout: no images"):
-        drawn(vit, none, pictures=("attention_rollout",))
+    with refused(
+        "images: a weight file does not say which images.*\n.*set images=PATH"
+    ):
+        drawn(vit, none)
 
     # With images a ViT has all pictures.
     shards = tmp_path / "shards"
     make_shard_folder(shards, lengths={"test": (3,)}, classes=("$a_{", "b"))
     assert drawn(vit, tmp_path / "b", shards, num_images=2) == set(PICTURES)
 
-    # Another family has neither attention nor positions.
+    # Attention of another kind cannot be read. What was asked for by name is an error.
+    of_timm = {"model": "vit_tiny_patch16_dinov3_qkvb", "image_size": 32}
+    rotary = export(small_model("timm", **of_timm), "timm", tmp_path / "rotary")
+    of_patches = {"patch_components", "patch_similarity"}
+    assert drawn(rotary, tmp_path / "c", shards) == of_patches
+    assert "left out last_attention: only plain attention" in capsys.readouterr().out
+    with refused("pictures: last_attention: only plain attention"):
+        drawn(rotary, none, shards, pictures=("last_attention",))
+
+    # Another family has no patches to show.
     convnext = export(small_model("timm"), "timm", tmp_path / "convnext")
-    assert drawn(convnext, tmp_path / "c", shards) == {"patch_filters"}
-    with refused("pictures: position_similarity: only models of the fam"):
-        drawn(convnext, none, pictures=("position_similarity",))
+    with refused("this model has no token for each patch"):
+        drawn(convnext, none, shards)
     assert not none.exists()
 
 
@@ -354,17 +338,6 @@ def test_rollout_is_drawn_on_the_photograph_with_prediction_and_truth(
     assert colors[..., 1].max() == pytest.approx(colormaps["inferno"](1.0)[1], abs=0.1)
     assert colors.min() > -1e-6
     assert "weight" in axes[-1].get_ylabel()
-
-
-def test_layers_are_counted_from_one(tmp_path):
-    make_shard_folder(tmp_path / "shards", lengths={"test": (3,)})
-    # People count layers from 1; a point at 0 would be read as the input.
-    (axes,) = draw_distance(visualized(tmp_path / "shards")).axes
-    for line in axes.lines[:3]:
-        assert line.get_xdata().tolist() == [1, 2]
-
-    # All heads share one entry of the legend: hundreds would hide the curves.
-    assert [text.get_text() for text in axes.get_legend().texts][0] == "a head"
 
 
 def test_shards_give_the_evaluations_pixels_and_classes(tmp_path):

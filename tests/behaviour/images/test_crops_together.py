@@ -105,3 +105,28 @@ def test_a_box_that_begins_or_ends_with_a_block_has_the_colours_of_its_neighbour
         request = request_of(box, size=32)
         expected = crops.crop_and_resize(pixels, request)
         assert torch.equal(decoder.crop(data, request), expected)
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_boxes_that_lie_apart_have_their_own_pixels(coding, every):
+    """What lies between them is not decoded, but the neighbours of their edges are.
+
+    every: MCUs from one entry point to the next; 0: none.
+    """
+    data = encode(picture(160, 112, kind="noise", seed=5), coding)
+    points = find_entry_points(data, every=every) if every else b""
+    pixels = crops.decode(data)
+
+    # The first two begin and end with a block; others share rows with them, or columns.
+    boxes = [
+        CropBox(112, 64, 32, 32),
+        CropBox(16, 16, 32, 32),
+        CropBox(129, 3, 30, 25),
+        CropBox(3, 90, 9, 21),
+    ]
+    requests = [request_of(box, size=32, entry_points=points) for box in boxes]
+    outs = [torch.zeros((3, 32, 32), dtype=torch.uint8) for _ in boxes]
+    make("region").crops(data, requests, outs)
+    for request, out in zip(requests, outs, strict=True):
+        assert torch.equal(out, crops.crop_and_resize(pixels, request))

@@ -190,7 +190,7 @@ def cases(draw):
 
 
 @every(name=FORMS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(case=cases())
 def test_any_crop_of_any_bytes_is_pillows_or_an_error(name, case):
     """Also in the row of a batch that is given."""

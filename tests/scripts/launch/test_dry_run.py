@@ -161,9 +161,9 @@ def test_a_data_preparation_is_an_array(submitted):
 
     # A task uses the cores that it requested, not all that the node has.
     assert "\nnum_workers: 8\n" in output
-    # 64 logs cannot be followed.
-    follow = ("launch/slurm.py", "--config", "data.yaml", "--follow")
-    assert "are for one job" in submitted.call(*follow, code=2)
+    # Its tasks end at different times.
+    after = ("launch/slurm.py", "--config", "data.yaml", "--after")
+    assert "is for one job" in submitted.call(*after, code=2)
 
 
 def test_what_slurm_refuses_is_said_and_leaves_no_files(slurm):

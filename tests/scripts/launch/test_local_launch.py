@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.attempts import Ending, read_attempts
-from launch.jobs.processes import LogTail, StopFlag, run_here
+from launch.jobs.processes import StopFlag, run_here
 from launch.jobs.submission import StageJob
 from tests.support.tables import every, refused
 from tests.support.waiting import PATIENCE_S, ROOT, wait_until
@@ -331,13 +331,17 @@ def test_a_missing_interpreter_is_one_error(tmp_path):
 
 
 def test_a_log_is_shown_whole(tmp_path, capsys):
-    tail = LogTail(tmp_path / "log")
-    # Read while a character of two bytes is half written.
-    whole = "éa".encode()
-    for num_written in (1, 2, 3):
-        tail.path.write_bytes(whole[:num_written])
-        tail.copy()
-    assert capsys.readouterr().out == "éa"
+    # Long enough for the launcher to look while a character of two bytes is half written.
+    stage = """
+import os, time
+for part in (b"\\xc3", b"\\xa9a"):
+    os.write(1, part)
+    time.sleep(0.3)
+"""
+    (tmp_path / "stage.py").write_text(stage)
+    job = StageJob(script=str(tmp_path / "stage.py"), config=str(tmp_path / "c"))
+    assert run_here(job, python=None, num_procs=1, stop=StopFlag()) == 0
+    assert "éa" in capsys.readouterr().out
 
 
 def test_a_signal_before_the_script_handles_it_ends_a_task_of_a_job(tmp_path):

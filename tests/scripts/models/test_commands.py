@@ -160,6 +160,28 @@ def test_predictions_as_csv_and_parquet(golden, scripts):
     golden.json("scripts/predict.json", tables, rel=REL)
 
 
+def test_features_are_the_same_on_two_ranks(scripts, from_npz, tmp_path):
+    run, _ = from_npz
+    words = (f"init={run}", f"data.path={scripts.shards}", "compute.device=cpu")
+    files = []
+    for num_ranks in (1, 2):
+        files.append(tmp_path / f"{num_ranks}.parquet")
+        more = ("compute.batch=5", f"output={files[-1]}")
+        printed = scripts.run("embed", *words, *more, num_ranks=num_ranks)
+        assert "36 images, 0 of them unreadable" in printed
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+    # As own code computes them.
+    model = load_model(run)
+    dataset = ShardDataset(scripts.shards, split="train", transform=model.preprocess)
+    with torch.no_grad():
+        images = torch.stack([image for image, _ in dataset])
+        expected = model(images, output="features").numpy()
+    features = np.array(pq.read_table(files[0])["features"].to_pylist())
+    assert np.abs(features - expected).max() < 1e-5
+    assert sorted(tmp_path.iterdir()) == files
+
+
 # Each image below in/, in the order of the table, and what is wrong with it (the reason of a
 # decoder is its own; None: nothing). A pipe would be read for ever.
 IMAGES_AND_REASONS = yaml.safe_load("""
@@ -324,9 +346,11 @@ DRY_RUNS = yaml.safe_load("""
 - [predict, "{shards}", 0, [12 images, on the screen]]
 - [predict, "{tmp}", 2, [no images in]]
 - [predict, "{images} output={run}/config.yaml/a.csv", 2, []]
+- [embed, "data.path={shards} output={tmp}/a.parquet", 0, [36 rows, FLOPs, GB free]]
+- [embed, "data.path={tmp} output={tmp}/a.parquet", 2, [is not a shard folder]]
 - [export, "--to timm {tmp}/exported", 0, ["to {tmp}/exported for timm"]]
 - [export, "--to npz image_size=12 {run}", 2, [is not empty]]
-- [visualize, "output={tmp}/exported", 0, ["{tmp}/exported/patch_filters.png"]]
+- [visualize, "output={tmp}/exported", 0, ["{tmp}/exported/patch_components.png"]]
 - [visualize, "output={run}/config.yaml/a", 2, [no writable folder]]
 """)
 

@@ -1,22 +1,18 @@
-"""status.py and --follow on a real SLURM: a job in every state, and who must do what then."""
+"""status.py on a real SLURM: a job in every state, and who must do what then."""
 
 import json
 import re
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from launch.jobs.queue import user_jobs
+from launch.jobs.run_folders import newest_log
 from launch.jobs.run_states import RunState, read_state
 from launch.jobs.status_text import line_of
 from tests.scripts.slurm.conftest import SlurmCluster, slurm_cluster
-from tests.support.waiting import PATIENCE_S, ROOT, wait_until
+from tests.support.waiting import wait_until
 from vitscale.runs.launching import LaunchSettings
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -81,33 +77,7 @@ def slurm(tmp_path_factory) -> Iterator[SlurmCluster]:
         yield cluster
 
 
-@contextmanager
-def following(
-    run: Path,
-) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[str], None]]]:
-    """`status.py RUN --follow`, and a function that waits until it has shown a text."""
-    log = run / "follow.log"
-    with open(log, "wb") as output:
-        command = [sys.executable, str(ROOT / "launch/status.py"), str(run), "--follow"]
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            # Shells start background jobs with SIGINT ignored, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-
-    def await_text(text):
-        wait_until(lambda: text in log.read_text(), else_say=log.read_text)
-
-    try:
-        yield process, await_text
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_status_and_follow_see_every_state(slurm, submit, tmp_path):
+def test_status_sees_every_state(slurm, submit, tmp_path):
     job = submit(STAGE)
 
     def wait_for(state, *, step):
@@ -123,39 +93,20 @@ def test_status_and_follow_see_every_state(slurm, submit, tmp_path):
     assert shown["state"] == "queued"
     assert shown["job"]["reason"] == "JobHeldUser"
 
-    # Ctrl-C ends the view, and not the job.
-    with following(tmp_path) as (process, await_text):
-        await_text("held by its user")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=PATIENCE_S) == 130
-        await_text(f"job {job.job_id} continues")
-
     # From the queue to the end, through a stop and a second attempt.
-    with following(tmp_path) as (process, await_text):
-        await_text("held by its user")
-        slurm.run(["scontrol", "release", job.job_id])
-        running = wait_for(RunState.RUNNING, step=2)
-        assert running.logged.total_steps == 4
-        assert running.logged.images_per_s == 7.0
-        assert running.job.nodes in ("n1", "n2")
-        await_text("step 2/4")
-        slurm.run(["scancel", "--signal=USR2", job.job_id])
-        assert wait_for(RunState.PAUSED, step=2).restarts == {"stopped": 1}
-        assert wait_for(RunState.FINISHED, step=4).restarts == {"stopped": 1}
-        assert process.wait(timeout=PATIENCE_S) == 0
-    told = [
-        r": queued .*: job \d+ is held by its user",
-        r"attempt 1 of the run",
-        r"step 2/4",
-        r": paused .*: job \d+ ",
-        r"attempt 2 of the run",
-        r"step 4/4",
-        r": finished, 4 steps",
-    ]
-    text = (tmp_path / "follow.log").read_text()
-    assert re.search("(?s)" + ".*".join(told), text), text
-    # A state is told once, not at each look.
-    assert text.count(": paused") == 1
+    slurm.run(["scontrol", "release", job.job_id])
+    running = wait_for(RunState.RUNNING, step=2)
+    assert running.logged.total_steps == 4
+    assert running.logged.images_per_s == 7.0
+    assert running.job.nodes in ("n1", "n2")
+    slurm.run(["scancel", "--signal=USR2", job.job_id])
+    assert wait_for(RunState.PAUSED, step=2).restarts == {"stopped": 1}
+    assert wait_for(RunState.FINISHED, step=4).restarts == {"stopped": 1}
+
+    # One log has both attempts.
+    log = newest_log(tmp_path)
+    told = ("attempt 1 of the run", "step 2/4", "attempt 2 of the run", "step 4/4")
+    assert re.search("(?s)" + ".*".join(told), log.read_text())
 
 
 @pytest.mark.exhaustive  # SLURM takes minutes for some of its states

@@ -4,8 +4,9 @@
 
 Every run is tiny and real (see `fault_runs`). In one test a rank, a loader worker or all ranks get
 SIGKILL, or bursts of SIGTERM and SIGUSR2, under each ZeRO stage in turn. In the other, one rank is
-at fault at a known place. The same command restarts the run until it is done. The seed decides the
-plan; which instruction a kill interrupts depends on timing.
+at fault at a known place; a third one kills self-distillation at ZeRO 3. The same command restarts
+the run until it is done. The seed decides the plan; which instruction a kill interrupts depends on
+timing.
 """
 
 import os
@@ -13,6 +14,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +22,8 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from tests.support.ranks.fault_runs import fault, output
+from tests.scripts.training.test_resume import OBJECTIVES
+from tests.support.ranks.fault_runs import FaultRuns, fault, output
 from tests.support.ranks.run_states import differences, read_state
 from tests.support.ranks.warm_ranks import WarmRank, end_session, session_of
 from tests.support.waiting import PATIENCE_S, stacks, wait_until
@@ -43,16 +46,40 @@ def test_runs_killed_at_random_moments_end_with_the_same_bits(
     fault_runs, tmp_path, pytestconfig
 ):
     seed = pytestconfig.getoption("--storm-seed")
+    least = pytestconfig.getoption("--storm-kills")
+    stages = [(f"engine.zero_stage={stage}",) for stage in STAGES]
+    storm(fault_runs, tmp_path, stages, least=least, seed=seed)
+
+
+def test_dino_is_killed_fifty_times(fault_runs, tmp_path, pytestconfig):
+    """With teacher, heads, centres, masks and KoLeo: all that has a state or is drawn."""
+    seed = pytestconfig.getoption("--storm-seed")
+    settings = (*OBJECTIVES["dino"], "engine.zero_stage=3")
+    storm(fault_runs, tmp_path, [settings], least=50, seed=seed)
+
+
+def storm(
+    fault_runs: FaultRuns,
+    tmp_path: Path,
+    trained: Sequence[tuple[str, ...]],
+    *,
+    least: int,
+    seed: int,
+):
+    """Run trainings with these settings in turn, until there were at least so many kills.
+
+    Raises AssertionError for one that does not end with the bits of an undisturbed one.
+    """
     kills = 0
     trainings = 0
-    while kills < pytestconfig.getoption("--storm-kills"):
+    while kills < least:
         folder = tmp_path / str(trainings)
-        zero = f"engine.zero_stage={STAGES[trainings % 4]}"
         # Each training has a plan of its own, which does not depend on those before it.
         rng = random.Random(f"{seed} {trainings}")
 
         # A save after a signal ends a log interval: every step is one.
-        settings = (zero, "engine.timeout_min=0.5", "tracking.log_every_steps=1")
+        own = trained[trainings % len(trained)]
+        settings = (*own, "engine.timeout_min=0.5", "tracking.log_every_steps=1")
         committed = 0
         idle = 0
         is_done = False
@@ -73,7 +100,7 @@ def test_runs_killed_at_random_moments_end_with_the_same_bits(
         expected = fault_runs.uninterrupted(*settings)
         assert differences(ours, expected) == [], f"training {trainings}"
         trainings += 1
-        print(f"training {trainings} ({zero}): equal; {kills} kills", flush=True)
+        print(f"training {trainings} ({own[-1]}): equal; {kills} kills", flush=True)
 
 
 def strike(

@@ -23,7 +23,12 @@
 #define ONLY_DC (STEPS_TO_END + 2) /* the step at which a block with DC only ends */
 
 struct span {
-    JDIMENSION first, stop; /* in blocks of one component */
+    JDIMENSION first, stop; /* in blocks of one component, or in MCUs */
+};
+
+/* MCUs that hold the blocks of a box. */
+struct area {
+    struct span columns, rows;
 };
 
 /* One component. */
@@ -31,7 +36,7 @@ struct band {
     int16_t pair[PAIR_SIZE] __attribute__((aligned(32)));
     int16_t quant[128] __attribute__((aligned(32)));
     JDIMENSION across, down; /* blocks in an MCU */
-    struct span columns, rows;
+    struct area blocks; /* of the box */
     const struct huffman *dc, *ac;
     uint32_t last_dc;
     uint8_t *waiting; /* target of the first block of the pair; NULL: empty */
@@ -47,7 +52,9 @@ struct baseline {
     struct box box;
     struct sink *sink;
     JDIMENSION width, height, mcus_across, mcus_down, done; /* rows given to `sink` */
-    struct span mcu_columns, mcu_rows;                      /* that hold blocks of the box */
+    struct area mcus;   /* of the box */
+    struct area *parts; /* of each part of `sink` */
+    uint8_t *is_wanted; /* [mcus_across] whether a part needs this MCU of the row */
     size_t segment, interval, until_restart;
     struct entries entries;
     size_t entry, place; /* the number of the next entry, and the bits before it */
@@ -110,6 +117,32 @@ static void include(struct span *mcus, struct span blocks, JDIMENSION each)
     mcus->stop = stop > mcus->stop ? stop : mcus->stop;
 }
 
+/* Blocks of one component that hold samples of a box. */
+static struct area blocks_around(const struct baseline *b, int c, const struct box *box)
+{
+    const struct band *band = &b->bands[c], *light = &b->bands[0];
+    struct area area;
+
+    area.columns = blocks_of(box->left, box->left + box->width - 1, b->width,
+                             light->across != band->across);
+    area.rows = blocks_of(box->top, box->top + box->height - 1, b->height,
+                          light->down != band->down);
+    return area;
+}
+
+static struct area mcus_around(const struct baseline *b, const struct box *box)
+{
+    struct area mcus = {{b->mcus_across, 0}, {b->mcus_down, 0}};
+    int c;
+
+    for (c = 0; c < b->num_bands; c++) {
+        struct area blocks = blocks_around(b, c, box);
+        include(&mcus.columns, blocks.columns, b->bands[c].across);
+        include(&mcus.rows, blocks.rows, b->bands[c].down);
+    }
+    return mcus;
+}
+
 static void lay_out(struct baseline *b, const struct jpeg_decompress_struct *codec)
 {
     const jpeg_component_info *info = codec->comp_info;
@@ -120,19 +153,24 @@ static void lay_out(struct baseline *b, const struct jpeg_decompress_struct *cod
     b->halves_rows = down == 2;
     b->mcus_across = (b->width + across * BLOCK - 1) / (across * BLOCK);
     b->mcus_down = (b->height + down * BLOCK - 1) / (down * BLOCK);
-    b->mcu_columns.first = b->mcus_across;
-    b->mcu_rows.first = b->mcus_down;
     for (i = 0; i < b->num_bands; i++) {
-        struct band *band = &b->bands[i];
-        band->across = i == 0 ? across : 1;
-        band->down = i == 0 ? down : 1;
-        band->columns = blocks_of(b->box.left, b->box.left + b->box.width - 1, b->width,
-                                  across != band->across);
-        band->rows = blocks_of(b->box.top, b->box.top + b->box.height - 1, b->height,
-                               down != band->down);
-        include(&b->mcu_columns, band->columns, band->across);
-        include(&b->mcu_rows, band->rows, band->down);
+        b->bands[i].across = i == 0 ? across : 1;
+        b->bands[i].down = i == 0 ? down : 1;
+        b->bands[i].blocks = blocks_around(b, i, &b->box);
     }
+    b->mcus = mcus_around(b, &b->box);
+}
+
+/* The box of a part of `sink`, in the image. */
+static struct box box_of(const struct baseline *b, const struct part *part)
+{
+    struct box box;
+
+    box.left = b->box.left + (JDIMENSION)part->left;
+    box.top = b->box.top + (JDIMENSION)part->top;
+    box.width = (JDIMENSION)part->resampler.width;
+    box.height = (JDIMENSION)part->resampler.height;
+    return box;
 }
 
 static int open_table(struct huffman *table, const JHUFF_TBL *stored, int is_dc)
@@ -177,9 +215,17 @@ static int open_memory(struct baseline *b)
     size_t width = b->box.width;
     int i;
 
+    b->is_wanted = malloc(b->mcus_across);
+    b->parts = malloc((size_t)b->sink->num_parts * sizeof *b->parts);
+    if (b->is_wanted == NULL || b->parts == NULL)
+        return -1;
+    for (i = 0; i < b->sink->num_parts; i++) {
+        struct box box = box_of(b, &b->sink->parts[i]);
+        b->parts[i] = mcus_around(b, &box);
+    }
     for (i = 0; i < b->num_bands; i++) {
         struct band *band = &b->bands[i];
-        size_t columns = band->columns.stop - band->columns.first;
+        size_t columns = band->blocks.columns.stop - band->blocks.columns.first;
         band->stride = columns * BLOCK + SAMPLE_PADDING;
         band->samples = calloc(2 * band->down * BLOCK, band->stride);
         if (band->samples == NULL)
@@ -202,6 +248,8 @@ static void close_memory(struct baseline *b)
     free(b->chroma[1]);
     free(b->sums);
     free(b->rgb);
+    free(b->parts);
+    free(b->is_wanted);
     scan_close(&b->scan);
 }
 
@@ -266,7 +314,7 @@ FAST_INLINE void clear_pair(int16_t *pair)
 FAST_INLINE int keep_block(struct band *band, struct bit_reader *in, JDIMENSION column,
                            JDIMENSION row)
 {
-    uint8_t *to = row_of(band, row * BLOCK) + (size_t)(column - band->columns.first) * BLOCK;
+    uint8_t *to = row_of(band, row * BLOCK) + (size_t)(column - band->blocks.columns.first) * BLOCK;
     int16_t *block = band->waiting ? band->pair + BLOCK : band->pair;
     uint8_t *first = band->waiting;
     unsigned end;
@@ -363,9 +411,9 @@ FAST static int read_mcus(struct baseline *b, JDIMENSION row, JDIMENSION from, J
         for (c = 0; c < b->num_bands; c++) {
             struct band *band = &b->bands[c];
             for (k = row * band->down; k < (row + 1) * band->down; k++) {
-                int row_is_in = any && is_in(band->rows, k);
+                int row_is_in = any && is_in(band->blocks.rows, k);
                 for (i = column * band->across; i < (column + 1) * band->across; i++)
-                    if (row_is_in && is_in(band->columns, i)) {
+                    if (row_is_in && is_in(band->blocks.columns, i)) {
                         if (keep_block(band, &in, i, k))
                             return -1;
                     } else if (!skip_block(&in, band->dc, band->ac, &band->last_dc))
@@ -379,13 +427,15 @@ FAST static int read_mcus(struct baseline *b, JDIMENSION row, JDIMENSION from, J
     return 0;
 }
 
-static const uint8_t *chroma_of(const struct baseline *b, int c, JDIMENSION y, uint8_t *room)
+/* Samples of a colour for `columns` of row y, one for each pixel; `room` is for interpolated ones. */
+static const uint8_t *chroma_of(const struct baseline *b, int c, JDIMENSION y, struct span columns,
+                                uint8_t *room)
 {
     const struct band *band = &b->bands[c];
-    JDIMENSION halves = b->bands[0].across, first = b->box.left / halves, row = y, other = y;
-    JDIMENSION last = (b->box.left + b->box.width - 1) / halves;
+    JDIMENSION halves = b->bands[0].across, first = columns.first / halves, row = y, other = y;
+    JDIMENSION last = (columns.stop - 1) / halves;
     JDIMENSION width = (b->width + halves - 1) / halves;
-    size_t offset = first - (size_t)band->columns.first * BLOCK;
+    size_t offset = first - (size_t)band->blocks.columns.first * BLOCK;
     const uint8_t *near;
 
     if (b->halves_rows) {
@@ -399,58 +449,104 @@ static const uint8_t *chroma_of(const struct baseline *b, int c, JDIMENSION y, u
         return near;
     blocks_double(near, b->halves_rows ? row_of(band, other) + offset : NULL, (int)first,
                   (int)(last + 1 - first), (int)width, b->sums, room);
-    return room + b->box.left % 2;
+    return room + columns.first % 2;
+}
+
+/* Give `sink` the pixels of a row of the box that it needs; those beside them are undefined. */
+static void give_row(struct baseline *b, JDIMENSION y)
+{
+    const uint8_t *light = row_of(&b->bands[0], y);
+    int row = (int)(y - b->box.top), first, stop;
+    struct span columns; /* in pixels of the image */
+    uint8_t *rgb;
+
+    if (!sink_needs_row(b->sink, row, &first, &stop))
+        return;
+    columns.first = b->box.left + (JDIMENSION)first;
+    columns.stop = b->box.left + (JDIMENSION)stop;
+    light += columns.first - (size_t)b->bands[0].blocks.columns.first * BLOCK;
+    rgb = b->rgb + (size_t)first * CHANNELS;
+    if (b->num_bands == 1)
+        blocks_grey_to_rgb(light, stop - first, rgb);
+    else
+        blocks_to_rgb(light, chroma_of(b, 1, y, columns, b->chroma[0]),
+                      chroma_of(b, 2, y, columns, b->chroma[1]), stop - first, rgb);
+    sink_take_row(b->sink, row, b->rgb);
 }
 
 /* All rows of the box above `ready`. */
 static void give_rows(struct baseline *b, JDIMENSION ready)
 {
     JDIMENSION bottom = b->box.top + b->box.height;
-    int width = (int)b->box.width;
 
-    for (; b->done < ready && b->done < bottom; b->done++) {
-        int y = (int)(b->done - b->box.top);
-        const uint8_t *light = row_of(&b->bands[0], b->done);
-        if (!sink_needs_row(b->sink, y))
-            continue;
-        light += b->box.left - (size_t)b->bands[0].columns.first * BLOCK;
-        if (b->num_bands == 1)
-            blocks_grey_to_rgb(light, width, b->rgb);
-        else
-            blocks_to_rgb(light, chroma_of(b, 1, b->done, b->chroma[0]),
-                          chroma_of(b, 2, b->done, b->chroma[1]), width, b->rgb);
-        sink_take_row(b->sink, y, b->rgb);
+    for (; b->done < ready && b->done < bottom; b->done++)
+        give_row(b, b->done);
+}
+
+/* Fill `is_wanted` for a row of MCUs. */
+FAST static void mark_wanted(struct baseline *b, JDIMENSION row)
+{
+    int i;
+
+    memset(b->is_wanted, 0, b->mcus_across);
+    for (i = 0; i < b->sink->num_parts; i++) {
+        struct span columns = b->parts[i].columns;
+        if (is_in(b->parts[i].rows, row))
+            memset(b->is_wanted + columns.first, 1, columns.stop - columns.first);
+    }
+}
+
+/* Read the MCUs of a row that a part needs, from column `from`. Returns the column behind the last
+ * MCU that was read or skipped, -1 if the image is damaged. */
+static long read_wanted(struct baseline *b, JDIMENSION row, JDIMENSION from)
+{
+    JDIMENSION first = from, stop, each = b->entries.num_bytes ? b->entries.bytes[1] : 0;
+    int is_entered = !each;
+
+    mark_wanted(b, row);
+    for (;; first = stop) {
+        while (first < b->mcus.columns.stop && !b->is_wanted[first])
+            first++;
+        if (first == b->mcus.columns.stop)
+            return from;
+        for (stop = first; stop < b->mcus.columns.stop && b->is_wanted[stop]; stop++)
+            ;
+        /* An entry point between the last MCUs and these saves the way there. */
+        if (each && (!is_entered || first / each * each > from))
+            from = enter(b, row, first);
+        is_entered = 1;
+        if (from == b->mcus_across || read_mcus(b, row, from, first, 0) ||
+            read_mcus(b, row, first, stop, 1))
+            return -1;
+        from = stop;
     }
 }
 
 static int read_rows(struct baseline *b)
 {
-    size_t skipped = (size_t)b->mcu_rows.first * b->mcus_across / b->interval * b->interval;
+    size_t skipped = (size_t)b->mcus.rows.first * b->mcus_across / b->interval * b->interval;
     JDIMENSION row = (JDIMENSION)(skipped / b->mcus_across), each = b->bands[0].down * BLOCK;
-    JDIMENSION from = (JDIMENSION)(skipped % b->mcus_across), stop;
+    JDIMENSION from = (JDIMENSION)(skipped % b->mcus_across);
+    long reached;
     int i;
 
     b->segment = skipped / b->interval; /* segments above the box are skipped entirely */
     if (next_segment(b, &b->in, b->segment))
         return -1;
     if (b->entries.num_bytes)
-        row = b->mcu_rows.first;
-    for (; row < b->mcu_rows.first; row++, from = 0)
+        row = b->mcus.rows.first;
+    for (; row < b->mcus.rows.first; row++, from = 0)
         if (read_mcus(b, row, from, b->mcus_across, 0))
             return -1;
-    for (; row < b->mcu_rows.stop; row++, from = 0) {
-        if (b->entries.num_bytes)
-            from = enter(b, row, b->mcu_columns.first);
-        if (from == b->mcus_across)
-            return -1;
-        stop = b->mcu_columns.first > from ? b->mcu_columns.first : from;
-        if (read_mcus(b, row, from, stop, 0) || read_mcus(b, row, stop, b->mcu_columns.stop, 1))
+    for (; row < b->mcus.rows.stop; row++, from = 0) {
+        reached = read_wanted(b, row, from);
+        if (reached < 0)
             return -1;
         for (i = 0; i < b->num_bands; i++)
             if (finish_pair(&b->bands[i]))
                 return -1;
-        if (row + 1 < b->mcu_rows.stop && !b->entries.num_bytes &&
-            read_mcus(b, row, b->mcu_columns.stop, b->mcus_across, 0))
+        if (row + 1 < b->mcus.rows.stop && !b->entries.num_bytes &&
+            read_mcus(b, row, (JDIMENSION)reached, b->mcus_across, 0))
             return -1;
         /* The last row of an MCU is interpolated with the first row of the next. */
         give_rows(b, (row + 1) * each - (b->halves_rows && row + 1 < b->mcus_down));
@@ -485,10 +581,11 @@ int baseline_read(const struct jpeg_decompress_struct *codec, const struct box *
                   const struct entries *entries, struct sink *sink)
 {
     struct baseline b;
-    int is_read = open_image(&b, codec, box) && open_memory(&b) == 0;
+    int is_read = open_image(&b, codec, box);
 
+    b.sink = sink;
+    is_read = is_read && open_memory(&b) == 0;
     if (is_read) {
-        b.sink = sink;
         if (entries_fit(&b, entries))
             b.entries = *entries;
         is_read = read_rows(&b) == 0;

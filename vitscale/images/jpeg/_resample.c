@@ -9,6 +9,7 @@
  */
 #include "_resample.h"
 
+#include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -65,7 +66,8 @@ static int sharp_taps(int i, int num_in, double scale, int is_cubic, double *w, 
 
     if (!is_cubic && place < 0)
         place = 0;
-    index = (int)floorf((float)place);
+    index = (int)(float)place;
+    index -= (float)index > (float)place; /* rounded down; floorf would take longer than all else */
     index = index > num_in - 1 ? num_in - 1 : index;
     rest = place - index;
     rest = rest < 0 ? 0 : rest > 1 ? 1 : rest;
@@ -192,7 +194,7 @@ static void column_portable(const struct resampler *r, int i, int c, uint8_t *ou
 static int lanes_open(struct resampler *r)
 {
     const struct axis *x = &r->x;
-    size_t num = (size_t)(r->columns + 3) / 4 * 4, pairs = (size_t)x->num_taps / 2, i, k, c;
+    size_t num = (size_t)(r->columns + 7) / 8 * 8, pairs = (size_t)x->num_taps / 2, i, k, c;
 
     r->lanes = calloc(num * pairs * 8, sizeof *r->lanes);
     r->offsets = calloc(num, sizeof *r->offsets); /* 0 past the last: their results are unused */
@@ -233,27 +235,28 @@ AVX2_INLINE __m256i two_positions(const uint8_t *row, const int32_t *offsets, co
 AVX2_INLINE void row_of_pairs(const struct resampler *r, const uint8_t *row, uint8_t *strip,
                               int pairs)
 {
-    /* r g b x of two positions to r r g g b b, so that the halves interleave to rrrr gggg bbbb. */
-    const __m128i planes = _mm_setr_epi8(0, 4, 1, 5, 2, 6, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    /* r g b x of the four positions of a half to rrrr gggg bbbb. */
+    const __m256i planes = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, -1, -1, -1, -1,
+                                            0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, -1, -1, -1, -1);
     const __m256i half = _mm256_set1_epi32(1 << (r->x.precision - 1));
     const __m128i shift = _mm_cvtsi32_si128(r->x.precision);
     const int16_t *w = r->lanes;
-    int i;
+    int i, k;
 
-    for (i = 0; i < r->columns; i += 4, w += 32 * pairs) {
-        const int32_t *offsets = r->offsets + i;
-        __m256i left = two_positions(row, offsets, w, pairs, half, shift);
-        __m256i right = two_positions(row, offsets + 2, w + 16 * pairs, pairs, half, shift);
-        __m256i words = _mm256_packs_epi32(left, right);
-        __m256i bytes = _mm256_packus_epi16(words, words);
-        __m128i even = _mm_shuffle_epi8(_mm256_castsi256_si128(bytes), planes);
-        __m128i odd = _mm_shuffle_epi8(_mm256_extracti128_si256(bytes, 1), planes);
-        __m128i all = _mm_unpacklo_epi8(even, odd);
-        int32_t red = _mm_cvtsi128_si32(all), green = _mm_extract_epi32(all, 1),
-                blue = _mm_extract_epi32(all, 2);
-        memcpy(strip + i, &red, 4);
-        memcpy(strip + r->stride + i, &green, 4);
-        memcpy(strip + 2 * r->stride + i, &blue, 4);
+    for (i = 0; i < r->columns; i += 8) {
+        __m256i two[4], bytes;
+        __m128i even, odd, red_green;
+        for (k = 0; k < 4; k++, w += 16 * pairs)
+            two[k] = two_positions(row, r->offsets + i + 2 * k, w, pairs, half, shift);
+        bytes = _mm256_packus_epi16(_mm256_packs_epi32(two[0], two[1]),
+                                    _mm256_packs_epi32(two[2], two[3]));
+        bytes = _mm256_shuffle_epi8(bytes, planes);
+        even = _mm256_castsi256_si128(bytes);
+        odd = _mm256_extracti128_si256(bytes, 1);
+        red_green = _mm_unpacklo_epi8(even, odd);
+        _mm_storel_epi64((__m128i *)(strip + i), red_green);
+        _mm_storeh_pd((double *)(strip + r->stride + i), _mm_castsi128_pd(red_green));
+        _mm_storel_epi64((__m128i *)(strip + 2 * r->stride + i), _mm_unpackhi_epi8(even, odd));
     }
 }
 
@@ -402,14 +405,21 @@ static int part_needs_row(const struct part *part, int y)
     return row >= 0 && row < part->resampler.height && part->resampler.is_used[row];
 }
 
-int sink_needs_row(const struct sink *sink, int y)
+int sink_needs_row(const struct sink *sink, int y, int *first, int *stop)
 {
     int i;
 
-    for (i = 0; i < sink->num_parts; i++)
-        if (part_needs_row(&sink->parts[i], y))
-            return 1;
-    return 0;
+    *first = INT_MAX;
+    *stop = 0;
+    for (i = 0; i < sink->num_parts; i++) {
+        const struct part *part = &sink->parts[i];
+        int right = part->left + part->resampler.width;
+        if (!part_needs_row(part, y))
+            continue;
+        *first = part->left < *first ? part->left : *first;
+        *stop = right > *stop ? right : *stop;
+    }
+    return *stop > 0;
 }
 
 void sink_take_row(struct sink *sink, int y, const uint8_t *row)

@@ -47,9 +47,9 @@ struct sink {
     struct part *parts;
 };
 
-/* Whether a resampler uses some of this row. */
-int sink_needs_row(const struct sink *sink, int y);
-/* One row of all boxes, followed by ROW_PADDING readable bytes. */
+/* Whether a resampler uses some of this row, and then which of its pixels, from *first to *stop. */
+int sink_needs_row(const struct sink *sink, int y, int *first, int *stop);
+/* The needed pixels of a row of all boxes, followed by ROW_PADDING readable bytes. */
 void sink_take_row(struct sink *sink, int y, const uint8_t *row);
 
 #endif
