@@ -329,13 +329,17 @@ class Engine:
         *,
         rate_factor: Callable[[str], float] = lambda part: 1.0,
         decay_factor: float = 1.0,
+        backbone_factor: float = 1.0,
     ) -> None:
         """The rate of the head; a group's `lr_scale` gives that of the layers below.
 
         rate_factor: of a part of the model (`Objective.part_of`). decay_factor: of weight decay.
+        backbone_factor: of all but the heads; 0 leaves it as it is, since decay goes with the rate.
         """
         for group in self.base_optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"] * rate_factor(group["part"])
+            if group["is_backbone"]:
+                group["lr"] *= backbone_factor
             group["weight_decay"] = group["full_decay"] * decay_factor
 
     def gradient_norm(self) -> float:
