@@ -26,8 +26,6 @@ Run = Callable[..., Any]
 # Takes normalised pixels in fp32 and a function that runs the model on them.
 Loss = Callable[[Run, torch.Tensor, "Sample"], torch.Tensor]
 TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token")
-
-
 HEADS = ("head.", "objective.")
 
 
@@ -303,6 +301,8 @@ def _moved(first: float, last: float | None, step: int, recipe: Recipe) -> float
 
 
 def _is_frozen(name: str, step: int, recipe: Recipe) -> bool:
+    if not name.startswith(HEADS) and step < recipe.stages[0]:
+        return True
     return recipe.frozen in name and step < recipe.frozen_steps
 
 
