@@ -109,6 +109,12 @@ class Augmentation:
         self.crops: list[DataSettings] = []
         for view in settings.all_views:
             self.crops += [settings.of_view(view)] * view.count
+        # Found once, since comparing settings takes a microsecond for each crop.
+        self.augmented = [
+            number
+            for number, settings in enumerate(self.crops)
+            if settings.augment != NOTHING
+        ]
 
     def write(
         self, data: bytes, draw: Draw, out: torch.Tensor, *, entry_points: bytes = b""
@@ -130,18 +136,21 @@ class Augmentation:
         self.decoder.crops(data, [request for request, _, _ in drawn], outs)
 
         for number, (_, right, down) in enumerate(drawn):
-            pixels = outs[number]
-            settings = self.crops[number]
             if right or down:
-                pixels.copy_(crops.reflected(pixels, right=right, down=down))
-            if settings.augment != NOTHING:
-                # A separate stream, so that augmentation does not change crop and flip.
-                key = augmentation_key(self.seed, draw, number, purpose="augment2")
-                random = CounterRandom(key)
-                changed = augment(
-                    pixels, settings.augment, random, settings.mean, settings.std
-                )
-                pixels.copy_(changed)
+                shifted = crops.reflected(outs[number], right=right, down=down)
+                outs[number].copy_(shifted)
+        for number in self.augmented:
+            settings = self.crops[number]
+            # A separate stream, so that augmentation does not change crop and flip.
+            key = augmentation_key(self.seed, draw, number, purpose="augment2")
+            changed = augment(
+                outs[number],
+                settings.augment,
+                CounterRandom(key),
+                settings.mean,
+                settings.std,
+            )
+            outs[number].copy_(changed)
 
 
 def _drawn(
