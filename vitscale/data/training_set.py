@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,15 @@ class TrainingSet:
 
 
 def open_training_set(
-    settings: DataSettings, *, seed: int, check_files: bool = True
+    settings: DataSettings,
+    *,
+    seed: int,
+    check_files: bool = True,
+    needs_labels: bool = True,
 ) -> TrainingSet:
     """Read every index. check_files: False where another rank checks that the shards are there.
 
+    needs_labels: False where the sets of a mixture may have classes of their own, or none.
     Raises UserError for damaged folders and incompatible label maps.
     """
     if settings.is_streamed:
@@ -82,16 +87,22 @@ def open_training_set(
         dev = first.subset(np.sort(rows[-num_dev:]), name=name)
         first = first.subset(np.sort(rows[:-num_dev]), name=f"without the {name}")
 
-    parts = (first, *(read(mixed_in.path) for mixed_in in settings.mixture))
+    parts = [first, *(read(mixed_in.path) for mixed_in in settings.mixture)]
     for number, part in enumerate(parts[1:]):
         where = f"data.mixture[{number}].path"
         if part.label_map_sha256 != first.label_map_sha256:
-            raise UserError(
+            what = (
                 f"its {len(part.classes)} classes differ from the {len(first.classes)} of "
-                f"{settings.path}",
-                where=where,
-                next_step="prepare both with the same labels.space",
+                f"{settings.path}"
             )
+            if needs_labels:
+                raise UserError(
+                    what,
+                    where=where,
+                    next_step="prepare both with the same labels.space",
+                )
+            note = f"{part.folder}: labels are ignored, also by evaluations: {what}"
+            parts[number + 1] = replace(part, note=note)
         num_held_out = 0 if dev is None else _num_shared(dev, part)
         if num_held_out:
             # Images are compared by their bytes, since a copy elsewhere has another name.
@@ -127,7 +138,7 @@ def open_training_set(
         classes=first.classes,
         label_map_sha256=first.label_map_sha256,
         fingerprint=fingerprint,
-        parts=parts,
+        parts=tuple(parts),
         order=order,
         dev=dev,
         key_hash=first.key_hash,
