@@ -9,7 +9,7 @@ from pretrain.objectives.lejepa import Lejepa
 from pretrain.objectives.mae import Mae
 from pretrain.objectives.masked_patch_prediction import MaskedPatchPrediction
 from pretrain.objectives.simclr import Simclr
-from vitscale.config.section import NamedSection, Problems, choice_of
+from vitscale.config.section import NamedSection, choice_of
 from vitscale.objectives.objective import (
     Distillation,
     Objective,
@@ -47,7 +47,3 @@ class PretrainRun(TrainingRun):
     def make_objective(self) -> Objective:
         objective = OBJECTIVES[self.objective.name]
         return objective(self.objective, seed=self.seed, views=self.data.views)
-
-    def problems(self) -> Problems:
-        yield from super().problems()
-        yield from self.make_objective().problems(self)

@@ -28,6 +28,9 @@ Loss = Callable[[Run, torch.Tensor, "Sample"], torch.Tensor]
 TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token")
 
 
+HEADS = ("head.", "objective.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What the optimiser is given: defaults are those of the tests, not of the product."""
@@ -51,6 +54,8 @@ class Recipe:
     frozen: str = ""
     """Part of the names of parameters that do not move in the first steps."""
     frozen_steps: int = 0
+    stages: tuple[int, int] = (0, 0)
+    """Steps of the heads alone, and steps in which the rate of all else then rises."""
     drop_seed: int = 0
 
 
@@ -323,6 +328,9 @@ def _updated(
     rate = rate_at(step, recipe) * scale
     if _is_frozen(name, step, recipe):
         rate = 0.0
+    if not name.startswith(HEADS):
+        num_free = step - recipe.stages[0] + 1
+        rate *= min(1.0, max(0, num_free) / max(1, recipe.stages[1]))
     # Biases, norms and learned tokens are not decayed.
     decay = 0.0
     if w.ndim >= 2 and name.rpartition(".")[2] not in TOKENS:

@@ -95,6 +95,8 @@ class Objective:
         reason = f"{self.settings.name} trains no classifier"
         if run.model.num_classes is not None:
             yield ("model.num_classes", f"{reason}; set it to null")
+        if run.keep_head not in ("auto", False):
+            yield "keep_head", f"{reason}; set it to false"
         if getattr(run.model, "representation_layer", False):
             yield ("model.representation_layer", f"{reason}; set it to false")
         if getattr(run.model, "distillation_token", False):

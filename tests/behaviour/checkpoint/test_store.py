@@ -372,6 +372,11 @@ def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world, monkeypatch):
     with refused(f"did you mean runs/{tmp_path.name}[?]"):
         resolve_weights(f"names/{tmp_path.name}")
 
+    # A step of a run.
+    assert resolve_weights(f"{tmp_path}@4") == (read_checkpoint(folder), [])
+    with refused("no checkpoint of step 7(?s:.*)the steps that are kept: 4, 5"):
+        resolve_weights(f"{tmp_path}@7")
+
     # A folder inside a run is none itself.
     with refused("holds no checkpoint"):
         resolve_weights(str(folder.parent))

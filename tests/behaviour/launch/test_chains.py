@@ -155,6 +155,18 @@ def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder):
         assert step.run.tracking.tags["chain.pretrain.data.first_percent"] == share
 
 
+def test_a_trunk_serves_two_cooldowns(folder):
+    cooldowns = "".join(
+        f"  - {{name: c{step}, config: pretrain.yaml, inputs: {{init: pretrain@{step}}}}}\n"
+        for step in (10, 15)
+    )
+    chain = chain_of(write_chain(folder, CHAIN + cooldowns))
+    for step in (10, 15):
+        (branch,) = steps_of(chain, f"c{step}")
+        assert branch.needs == ("pretrain",)
+        assert branch.run.init == f"runs/small/pretrain@{step}"
+
+
 def test_variants_change_several_settings_and_meet_those_of_the_same_name(folder):
     variants = "variants: {plain: [], wide: [model.width=32, model.mlp_width=64]}"
     text = CHAIN.replace(SWEEP, f"    {variants}\n    sweep: {{seed: [3, 4]}}\n")

@@ -547,6 +547,7 @@ def started(
 - [/cluster/runs/first]
 - [runs/first/checkpoints/step-00000400]
 - [../runs/first]
+- [runs/first@400]
 """)
 def test_a_fine_tuning_is_no_rival_of_what_it_started_from(init):
     first = started("first", 0.741)
@@ -564,7 +565,10 @@ def test_a_fine_tuning_is_no_rival_of_what_it_started_from(init):
     assert "\ntuned started from first and is better: val/top1 from 74.1 %" in text
     table = tables(compare(runs))[0]
     assert table.header[-1] == "started from"
-    assert [row[-1] for row in table.rows] == ["-", "first", "-"]
+    origin = "first"
+    if "@" in init:
+        origin = "branch of runs/first at step 400"
+    assert [row[-1] for row in table.rows] == ["-", origin, "-"]
 
 
 # No start, the run's label without its folder, other folders, a file that was exported elsewhere,

@@ -29,6 +29,7 @@ from tests.support.tables import Values, refused, rows
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.data.index import read_split, sample_keys
+from vitscale.optim.settings import ScheduleSettings
 
 SECTIONS = yaml.safe_load("""
 name: x
@@ -244,6 +245,10 @@ def test_a_plan_that_fails_hides_no_other_error():
     }
     run = PretrainRun.model_validate(values)
     assert "\nerror       schedule.warmup_steps: 10 warm-up steps" in describe(run)
+
+    staged = {"steps": 50, "freeze_backbone_steps": 1000, "backbone_ramp_steps": 9}
+    run = run.model_copy(update={"schedule": ScheduleSettings(**staged)})
+    assert "frozen for 1,000 steps, then its rate rises" in describe(run)
 
     # The checks go on where the plan has ended.
     detail = checked(model=model, schedule=schedule)["data"].detail

@@ -272,6 +272,7 @@ activation checkpointing:
   engine: {activation_checkpointing: true}
   model: {drop_path: 0.2}
 frozen: {optim: {ema: {decay: 0.6}}}
+staged: {schedule: {freeze_backbone_steps: 7, backbone_ramp_steps: 6}}
 drop path: {model: {drop_path: 0.3}}
 dropout: {model: {drop_path: 0.3, dropout: 0.1}}
 skipped: {optim: {ema: {decay: 0.6}, clip_norm: 1.0}, schedule: {decay: constant}}
@@ -358,6 +359,7 @@ TASKS = {
     ),
     "mixing": Task(loss=lambda: losses.supervised(smoothing=0.1, share_of=share_of)),
     "activation checkpointing": Task(),
+    "staged": Task(recipe=adamw(stages=(7, 6))),
     "frozen": Task(recipe=adamw(average=0.6), frozen="blocks.0."),
     "skipped block": Task(loss=supervised_with_skips, skips=True, stages=(0, 1)),
     # Masks of drop path do not depend on the machine, those of dropout do.
