@@ -74,7 +74,7 @@ def resolved(run):
         "preset": of("preset") or of("model"),
         "pool": (of("pool"), of("class_token"), of("pool_norm")),
         "positions": (of("positions"), of("position_init"), of("class_position")),
-        "resized_by": getattr(run, "position_embedding", None),
+        "resized_by": run.position_embedding if run.stage == "finetune" else None,
         "evaluation": (data.eval_resize, data.eval_crop_fraction),
         "eval_filter": (
             data.eval_interpolation or data.interpolation,
@@ -169,6 +169,11 @@ def test_every_training_config_is_in_the_table():
    0.3, 0.32]
 - [dinov2_l14_in22k, 3072, [1, 1, 8], 131072, [625000, 100000], 0.000346, [0.994, 1], [0.04, 0.2],
    0.4, 0.32]
+# The branch FINO of dinov3: constant rate and decay; timm takes drop path as an argument.
+- [continue_dinov2_l14, 768, [1, 1, 8], 65536, [25000, 3000], 0.00005, [0.994, 1], [0.04, null],
+   0.1, 0.4]
+- [continue_dinov3_l16, 768, [1, 1, 8], 65536, [25000, 3000], 0.00005, [0.994, 1], [0.04, null],
+   0.1, 0.4]
 - [lejepa_b16, 512, [1, 1, 6], 64, [300, 10], 0.0005, null, [0.05, null], 0, 0.3]
 """)
 def test_recipes_without_labels_are_the_authors(
@@ -184,7 +189,13 @@ def test_recipes_without_labels_are_the_authors(
     optim = run.optim
     assert optim.lr == peak
     assert [optim.weight_decay, optim.final_weight_decay] == decay
-    assert run.model.drop_path == drop_path
+    arguments = getattr(run.model, "arguments", {})
+    assert (
+        arguments.get("drop_path_rate", getattr(run.model, "drop_path", 0)) == drop_path
+    )
+    if name.startswith("continue"):
+        stages = [schedule.freeze_backbone_steps, schedule.backbone_ramp_steps]
+        assert [*stages, schedule.decay] == [10000, 1000, "constant"]
     objective = run.objective
     if average is None:
         assert objective.projection_width == head
