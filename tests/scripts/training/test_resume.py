@@ -239,7 +239,7 @@ def test_a_run_resumes_without_its_start(fault_runs, killed_copy, stage):
 @every(name="supervised, dino")
 def test_a_branch_is_the_run_that_never_branched(fault_runs, tmp_path, name):
     settings, how = way(fault_runs, name)
-    settings += ("schedule.decay=constant", "checkpoint.keep=9")
+    settings += ("schedule.decay=constant", "schedule.final_lr=0", "checkpoint.keep=9")
     trunk = tmp_path / "trunk"
     fault_runs.finish(trunk, *settings, **how)
     short = (*settings, "schedule.steps=18", "schedule.cooldown_share=0.4")
