@@ -303,7 +303,9 @@ def _moved(first: float, last: float | None, step: int, recipe: Recipe) -> float
 
 
 def _is_frozen(name: str, step: int, recipe: Recipe) -> bool:
-    return recipe.frozen in name and step < recipe.frozen_steps
+    if recipe.frozen in name and step < recipe.frozen_steps:
+        return True
+    return not name.startswith(HEADS) and step < recipe.stages[0]
 
 
 def _layers_above(name: str, depth: int) -> int:
