@@ -336,7 +336,7 @@ class Distillation(Supervised):
             **options, classes=classes, world=world, engine=engine
         )
         self.messages += self.teacher.messages
-        return {"teacher": self.teacher.fingerprint}
+        return {"teacher": self.teacher.frozen.fingerprint}
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
         from vitscale.objectives.losses import hard_loss, soft_loss
