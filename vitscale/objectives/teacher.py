@@ -30,9 +30,11 @@ from vitscale.evaluation.trained_model import (
 from vitscale.models import timm_model
 from vitscale.models.registry import MODELS, costs_of
 from vitscale.models.settings import TimmSettings
+from vitscale.models.weights.files import SUFFIXES
+from vitscale.objectives.objective import TeacherSettings
 
-# Images that pass through a teacher together on a CPU. Measured, November 2026: from 8 on, answers
-# have the same bits with one thread and two, and an image costs what it costs in larger batches.
+# Images that pass through a teacher together on a CPU. Measured, November 2026: from 8 on ViTs give
+# the same bits with one thread and two, and an image costs no more than in larger batches.
 ROWS_ON_CPU = 8
 
 
@@ -43,7 +45,7 @@ class FrozenModel:
     model: InferenceModel
     opened: TrainedModel
     fingerprint: str
-    """Hash of the file with its weights."""
+    """Hashes of the files with its weights, or where these are."""
 
     @torch.no_grad()
     def forward(self, images_B3SS: torch.Tensor, output: str) -> Any:
@@ -85,7 +87,8 @@ class FeatureTeacher:
 
     @property
     def fingerprint(self) -> str:
-        return self.frozen.fingerprint
+        """Of its weights, and of the size at which it sees images."""
+        return f"{self.frozen.fingerprint} at {self.frozen.opened.arch.image_size} px"
 
     @property
     def num_parameters(self) -> int:
@@ -134,6 +137,14 @@ class FeatureTeacher:
         return class_BD.float(), pooled_BLD
 
 
+def square_grid(num_patches: int) -> tuple[int, int] | None:
+    """Rows and columns of the patches of a square image; None where they are no square."""
+    side = math.isqrt(num_patches)
+    if side * side != num_patches:
+        return None
+    return (side, side)
+
+
 def pooled_patches(
     patches_BLD: torch.Tensor, grid: tuple[int, int], target_grid: tuple[int, int]
 ) -> torch.Tensor:
@@ -162,29 +173,19 @@ def _shares(source: int, target: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def open_teacher(
-    weights: str,
+    settings: TeacherSettings,
     *,
-    model: str | None,
-    image_size: int | None,
     classes: Sequence[str],
     world: World,
     engine: EngineSettings,
 ) -> Teacher:
     """Load the teacher, in the run's precision and compiled as the run's model is.
 
-    weights, model, image_size: the settings of `objective.teacher`. classes: of the data.
+    classes: of the data.
     Raises UserError for an unknown name, a missing or unfit file, an image size that the teacher
     cannot take, and other classes.
     """
-    frozen = _open(
-        weights,
-        model=model,
-        image_size=image_size,
-        key="objective.teacher",
-        world=world,
-        engine=engine,
-    )
-
+    frozen = _open(settings, key="objective.teacher", world=world, engine=engine)
     opened = frozen.opened
     # The number of outputs comes first: weights without class names are matched by position.
     next_step = "take a teacher of the same classes, or train one on these shards"
@@ -217,51 +218,41 @@ def open_teacher(
     )
 
 
-def open_feature_teacher(
-    weights: str,
-    *,
-    model: str | None,
-    image_size: int | None,
-    key: str,
-    world: World,
-    engine: EngineSettings,
-) -> FeatureTeacher:
+def open_feature_teacher(settings: TeacherSettings, **how: Any) -> FeatureTeacher:
     """Load a teacher of features, with a head or without; otherwise as `open_teacher`.
 
-    key: the section of the settings, for errors.
+    how: `key`, the section of its settings for errors, `world` and `engine`.
     """
-    frozen = _open(
-        weights,
-        model=model,
-        image_size=image_size,
-        key=key,
-        world=world,
-        engine=engine,
-    )
+    frozen = _open(settings, **how)
     # Models of timm have no other sign of what they return than to return it.
     size = frozen.opened.arch.image_size
     black = torch.zeros(1, 3, size, size, dtype=torch.uint8)
     features_1D = frozen.forward(black, "features")
     width = features_1D.shape[1]
     grid = None
-    if hasattr(frozen.model.network, "num_prefix_tokens"):
+    network: Any = frozen.model.network
+    if hasattr(network, "num_prefix_tokens"):
+        # timm leaves out the pixels at the border.
+        patch_size = network.patch_embed.feat_ratio()
+        if size % patch_size:
+            raise UserError(
+                f"{size} px is no multiple of the {patch_size} px patch",
+                where=f"{how['key']}.image_size",
+                next_step="correct it",
+            )
         _, patches = frozen.forward(black, "tokens")
-        side = math.isqrt(patches.shape[1])
-        if patches.shape == (1, side**2, width):
-            grid = (side, side)
+        # Some return maps, or patches of another width than their pooled features.
+        if patches.ndim == 3 and patches.shape[2] == width:
+            grid = square_grid(patches.shape[1])
     return FeatureTeacher(frozen=frozen, width=width, grid=grid)
 
 
 def _open(
-    weights: str,
-    *,
-    model: str | None,
-    image_size: int | None,
-    key: str,
-    world: World,
-    engine: EngineSettings,
+    settings: TeacherSettings, *, key: str, world: World, engine: EngineSettings
 ) -> FrozenModel:
-    """Load a model, in the run's precision and compiled as the run's model is."""
+    """Load a model. key: the section of its settings, for errors."""
+    model = settings.model
+    image_size = settings.image_size
     # A run of ours names its own architecture; a file of weights alone does not.
     timm_settings = None
     if model is not None:
@@ -270,7 +261,7 @@ def _open(
             model=model, image_size=image_size or config.input_size[-1]
         )
     opened = open_model(
-        weights,
+        settings.weights,
         model=timm_settings,
         image_size=image_size,
         key=f"{key}.weights",
@@ -279,12 +270,16 @@ def _open(
 
     # A resumed run must learn from the same teacher. A manifest holds the hashes of all weights,
     # and the source of a repository names its commit.
-    weights_file = Path(weights)
+    weights = Path(settings.weights)
     if opened.run is not None:
-        weights_file = opened.run.checkpoint.folder / MANIFEST
+        weights = opened.run.checkpoint.folder / MANIFEST
+    files = [weights]
+    if weights.is_dir():
+        kinds = (*SUFFIXES, ".json")
+        files = sorted(file for file in weights.iterdir() if file.suffix in kinds)
     fingerprint = opened.source
-    if weights_file.is_file():
-        fingerprint = blake3_of_file(weights_file)
+    if weights.exists():
+        fingerprint = " ".join(map(blake3_of_file, files))
 
     # Its forward pass runs beside the student's in every step, so it must be as fast.
     dtype = resolve_precision(engine, world.device)

@@ -143,7 +143,7 @@ def opened(
         {"model": NAME, "weights": str(path), **settings}
     )
     return open_teacher(
-        **chosen.model_dump(),
+        chosen,
         classes=classes,
         world=WORLD,
         engine=EngineSettings.model_validate(engine or {}),
@@ -217,7 +217,9 @@ def test_images_are_resized_to_the_teachers_size(safetensors):
     teacher.logits(flat)
     assert inputs[0].shape == (2, 3, 64, 64)
     assert inputs[0].std(dim=(0, 2, 3)).max() < 1e-5
-    assert opened(safetensors).frozen.opened.arch.image_size == 160  # timm's of this network
+    assert (
+        opened(safetensors).frozen.opened.arch.image_size == 160
+    )  # timm's of this network
 
 
 def test_the_teacher_learns_nothing(safetensors):
