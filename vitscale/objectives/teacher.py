@@ -1,7 +1,8 @@
 """Open a teacher: a trained model that another one learns from.
 
 It is in eval mode, without gradients, and sees its own pixels. Leaves out the losses against it
-(`vitscale.objectives.losses`). B: batch, C: classes, D: width, L: patches, S: image size.
+(`vitscale.objectives.losses`). B: batch, C: classes, D: width, L: patches, R: images that pass
+through it together, S: image size.
 """
 
 from __future__ import annotations
@@ -110,31 +111,28 @@ class FeatureTeacher:
         patch_grid: rows and columns that the patches are pooled to; None: none are returned.
         On a CPU an image has the same bits in any batch, at any place.
         """
-        if self.frozen.model.world.device.type != "cpu":
-            return self._features(images_B3SS, patch_grid)
-
         # Kernels are chosen by the number of rows, and threads share these.
         num_images = len(images_B3SS)
-        missing = -num_images % ROWS_ON_CPU
-        padded = F.pad(images_B3SS, (0, 0, 0, 0, 0, 0, 0, missing))
-        answers = [
-            self._features(part, patch_grid) for part in padded.split(ROWS_ON_CPU)
-        ]
-        class_BD = torch.cat([part for part, _ in answers])[:num_images]
+        size = num_images
+        if self.frozen.model.world.device.type == "cpu":
+            size = ROWS_ON_CPU
+        padding = (0, 0, 0, 0, 0, 0, 0, -num_images % size)
+
+        classes = []
+        patches = []
+        for part_R3SS in F.pad(images_B3SS, padding).split(size):
+            if patch_grid is None:
+                class_RD = self.frozen.forward(part_R3SS, "features")
+            else:
+                assert self.grid is not None
+                class_RD, patches_RLD = self.frozen.forward(part_R3SS, "tokens")
+                pooled_RLD = pooled_patches(patches_RLD.float(), self.grid, patch_grid)
+                patches.append(pooled_RLD)
+            classes.append(class_RD.float())
+        class_BD = torch.cat(classes)[:num_images]
         if patch_grid is None:
             return class_BD, None
-        patches = [part for _, part in answers if part is not None]
         return class_BD, torch.cat(patches)[:num_images]
-
-    def _features(
-        self, images_B3SS: torch.Tensor, patch_grid: tuple[int, int] | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if patch_grid is None:
-            return self.frozen.forward(images_B3SS, "features").float(), None
-        assert self.grid is not None
-        class_BD, patches_BLD = self.frozen.forward(images_B3SS, "tokens")
-        pooled_BLD = pooled_patches(patches_BLD.float(), self.grid, patch_grid)
-        return class_BD.float(), pooled_BLD
 
 
 def square_grid(num_patches: int) -> tuple[int, int] | None:
