@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from pretrain.objectives.dino import Dino
+from pretrain.objectives.features import Features
 from pretrain.objectives.lejepa import Lejepa
 from pretrain.objectives.mae import Mae
 from pretrain.objectives.masked_patch_prediction import MaskedPatchPrediction
@@ -26,6 +27,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "simclr": Simclr,
     "lejepa": Lejepa,
     "dino": Dino,
+    "features": Features,
     "distillation": Distillation,
 }
 

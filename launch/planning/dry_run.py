@@ -608,8 +608,11 @@ def run_checks(run: LaunchableRun, *, known: KnownFacts | None = None) -> list[C
 def _files(run: LaunchableRun) -> dict[str, str]:
     """Weights that a first start reads, by their setting."""
     files = {"init": getattr(run, "init", None)}
-    if teacher := getattr(getattr(run, "objective", None), "teacher", None):
+    objective = getattr(run, "objective", None)
+    if teacher := getattr(objective, "teacher", None):
         files["objective.teacher.weights"] = teacher.weights
+    for number, teacher in enumerate(getattr(objective, "teachers", ())):
+        files[f"objective.teachers[{number}].weights"] = teacher.weights
     return {key: file for key, file in files.items() if file}
 
 

@@ -345,8 +345,8 @@ def read_override(text: str) -> Source:
 PATH_KEYS = frozenset(
     """
     output init images images.N data.path data.mixture.N.path data.only_keys
-    data.remote.cache_path remote.cache_path objective.teacher.weights stages.N.config source.path
-    source.val_labels source.leave_out labels.space labels.map
+    data.remote.cache_path remote.cache_path objective.teacher.weights objective.teachers.N.weights
+    stages.N.config source.path source.val_labels source.leave_out labels.space labels.map
     """.split()
 )
 

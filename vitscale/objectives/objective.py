@@ -179,6 +179,10 @@ class Objective:
         """Exact count of trained values, with those that this objective adds."""
         return int(costs_of(arch).num_parameters(arch))
 
+    def teacher_parameters(self, arch: Architecture) -> int:
+        """Values of teachers, which are not trained, as far as they are known."""
+        return self.num_parameters(arch) if self.has_teacher else 0
+
     def train_flops_per_image(self, arch: Architecture) -> int:
         """Model FLOPs of one training step per image, counted as `models.costs` does."""
         return int(costs_of(arch).train_flops_per_image(arch))
@@ -289,13 +293,14 @@ class Supervised(Objective):
 
 
 class TeacherSettings(Section):
-    """The model whose predictions are the student's second target. It is never trained."""
+    """A model that the student learns from. It is never trained."""
 
     model: str | None = None
     """timm's name, for example regnety_160 (DeiT's teacher); null: `weights` is a run of ours."""
     weights: str
     """Weights of `model`: .safetensors, .npz, or a torch file of tensors alone (.pth, .pt; also
-    below the key `model`, as DeiT's teacher). With model=null a run folder or checkpoint folder."""
+    below the key `model`, as DeiT's teacher); or a folder of timm or transformers, also hf://NAME.
+    With model=null a run folder or checkpoint folder, too."""
     image_size: PositiveInt | None = None
     """Pixels a side that the teacher sees; images are resized to it. null: its own."""
 
@@ -332,13 +337,11 @@ class Distillation(Supervised):
     ) -> dict[str, Any]:
         from vitscale.objectives.teacher import open_teacher
 
-        # The field names of the settings are the parameters of `open_teacher`.
-        options = self.settings.teacher.model_dump()
         self.teacher = open_teacher(
-            **options, classes=classes, world=world, engine=engine
+            self.settings.teacher, classes=classes, world=world, engine=engine
         )
         self.messages += self.teacher.messages
-        return {"teacher": self.teacher.fingerprint}
+        return {"teacher": self.teacher.frozen.fingerprint}
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
         from vitscale.objectives.losses import hard_loss, soft_loss

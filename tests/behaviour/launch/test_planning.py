@@ -308,6 +308,10 @@ UNFIT = """
   - weights
   - warning
   - t.pth does not exist here
+- - objective: {name: features, teachers: [{weights: a.pth}]}
+  - weights
+  - warning
+  - a.pth does not exist here
 - [{output: file/run}, disk, error, cannot write to]
 - [{model: {preset: H/14, depth: 147456}}, disk, error, TB needed]
 """

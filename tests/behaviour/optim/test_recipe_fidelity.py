@@ -160,7 +160,8 @@ def test_every_training_config_is_in_the_table():
 
 
 # Batch and views, prototypes, length and warm-up, peak rate, average, decay, drop path, and the
-# global crops. By the papers and the authors' configurations; LeJEPA has no teacher.
+# global crops. By the papers and the authors' configurations; LeJEPA has no teacher, and features
+# are those of the one named.
 @rows("""
 - [name, batch, views, head, length, peak, average, decay, drop_path, area]
 - [dino_s16, 512, [1, 1, 8], 65536, [100, 10], 0.001, [0.996, 1], [0.04, 0.4], 0.1, 0.4]
@@ -175,14 +176,16 @@ def test_every_training_config_is_in_the_table():
 - [continue_dinov3_l16, 768, [1, 1, 8], 65536, [25000, 3000], 0.00005, [0.994, 1], [0.04, null],
    0.1, 0.4]
 - [lejepa_b16, 512, [1, 1, 6], 64, [300, 10], 0.0005, null, [0.05, null], 0, 0.3]
+- [features_s16, 512, [1], vit_base_patch14_dinov2, [300, 5], 0.0005, null, [0.05, null], 0.1, 0.08]
 """)
 def test_recipes_without_labels_are_the_authors(
     name, batch, views, head, length, peak, average, decay, drop_path, area
 ):
     run = recipe(f"self_supervised/{name}")
     assert run.data.global_batch == batch
-    assert [view.count for view in run.data.views] == views
-    assert {view.crop_area[0] for view in run.data.views[:2]} == {area}
+    all_views = run.data.all_views
+    assert [view.count for view in all_views] == views
+    assert {run.data.of_view(view).crop_area[0] for view in all_views[:2]} == {area}
     schedule = run.schedule
     warmup = schedule.warmup_epochs or schedule.warmup_steps
     assert [schedule.epochs or schedule.steps, warmup] == length
@@ -197,6 +200,10 @@ def test_recipes_without_labels_are_the_authors(
         stages = [schedule.freeze_backbone_steps, schedule.backbone_ramp_steps]
         assert [*stages, schedule.decay] == [10000, 1000, "constant"]
     objective = run.objective
+    if objective.name == "features":
+        assert [teacher.model for teacher in objective.teachers] == [head]
+        assert (objective.class_weight, objective.patch_weight) == (1, 1)
+        return
     if average is None:
         assert objective.projection_width == head
         return

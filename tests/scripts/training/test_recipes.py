@@ -34,7 +34,7 @@ SMALL_IN_TIMM = {
 # The card's command names the run folder of another recipe.
 INIT = re.compile(r"\binit=runs/(\S+)")
 AT_ONCE = 2
-# Distillation and fine-tuning need a run that came before.
+# Distillations and fine-tuning need a run that came before.
 TURNS = ("pretrain", "distillation", "finetune")
 TEACHER = "deit/s16"
 # Its length depends on shards that are made first.
@@ -116,7 +116,7 @@ def in_bf16() -> set[str]:
 
 
 def turn_of(run: Run) -> str:
-    if run.stage == "pretrain" and run.objective.name == "distillation":
+    if run.stage == "pretrain" and run.objective.name in ("distillation", "features"):
         return "distillation"
     return run.stage
 
@@ -171,6 +171,8 @@ def test_every_recipe_takes_two_steps(warm_starter, tmp_path):
                 "objective.teacher.image_size=null",
                 f"objective.teacher.weights={tmp_path / TEACHER}",
             ]
+        if run.objective.name == "features":
+            words.append(f"objective.teachers=[{{weights: {tmp_path / TEACHER}}}]")
         return words
 
     def fault_of(name, rank, code):

@@ -55,10 +55,12 @@ from vitscale.distributed.world import (
     sum_over_ranks,
 )
 from vitscale.engine.engine import Engine
+from vitscale.evaluation.trained_model import InferenceModel, Preprocessing
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
 from vitscale.objectives.draws import uniform_rows
 from vitscale.objectives.mixing import draw_blend
+from vitscale.objectives.teacher import FeatureTeacher, FrozenModel
 from vitscale.runs.training import TrainingPlan, training_plan
 from vitscale.training.session import TrainingSession, build_engine
 
@@ -132,6 +134,23 @@ class FixedTeacher:
         return self.network(normalized(images))
 
 
+def feature_teachers(device: torch.device) -> list[FeatureTeacher]:
+    """Two, of other widths than the model; the first has patches of half the size."""
+    teachers = []
+    for patch_size, width in ((2, 20), (4, 36)):
+        sizes = MODEL | {"patch_size": patch_size, "width": width}
+        arch = ViTSettings(**sizes).resolved(num_classes=0)
+        model = InferenceModel(
+            randomized(build_model(arch, seed=5), width),
+            pixels=Preprocessing(image_size=8),
+            world=SimpleNamespace(device=device),
+        )
+        opened = SimpleNamespace(arch=arch)
+        frozen = FrozenModel(model=model, opened=opened, fingerprint="")
+        teachers.append(FeatureTeacher(frozen=frozen, width=width, grid=arch.grid))
+    return teachers
+
+
 class Skippable(nn.Module):
     """A block that the losses of some micro-batches do not use."""
 
@@ -165,6 +184,14 @@ def supervised_with_skips() -> Loss:
 
 def distilled(*, kind: str, tau: float) -> Loss:
     return losses.distillation(teacher(), kind=kind, alpha=0.4, tau=tau)
+
+
+def feature_loss() -> Loss:
+    networks = [
+        teacher.frozen.model.network
+        for teacher in feature_teachers(torch.device("cpu"))
+    ]
+    return losses.features(networks, shares=(0.25, 0.75), weights=(0.7, 1.3))
 
 
 def share_of(pair: int) -> float:
@@ -228,6 +255,10 @@ hard distillation:
   objective: {name: distillation, kind: hard, teacher: {weights: none}, alpha: 0.4}
 soft distillation:
   objective: {name: distillation, kind: soft, tau: 3, teacher: {weights: none}, alpha: 0.4}
+features:
+  objective:
+    {name: features, teachers: [{weights: none}, {weights: none}], shares: [1, 3],
+     class_weight: 0.7, patch_weight: 1.3}
 mae:
   objective: {name: mae, mask_ratio: 0.5, decoder_width: 8, decoder_depth: 1, decoder_heads: 2}
   model: {positions: sincos2d_mae, width: 32}
@@ -299,6 +330,7 @@ TASKS = {
     "bce": Task(loss=lambda: losses.supervised("bce")),
     "hard distillation": Task(loss=lambda: distilled(kind="hard", tau=1)),
     "soft distillation": Task(loss=lambda: distilled(kind="soft", tau=3)),
+    "features": Task(loss=feature_loss),
     "mae": Task(loss=lambda: losses.masked_autoencoder(order_of, kept=2)),
     "masked patches": Task(loss=lambda: losses.masked_patches(corruption_of)),
     # At higher rates and lower temperatures what bf16 rounds grows from step to step.
@@ -553,6 +585,7 @@ def new_model(task: str) -> Any:
     arch = arch_of(run)
     model = build_model(arch, seed=0)
     torch.manual_seed(0)
+    objective.teachers = feature_teachers(torch.device("cpu"))
     objective.extend_model(model, arch)
     if TASKS[task].skips:
         model.blocks[1] = Skippable(model.blocks[1])
@@ -691,6 +724,7 @@ class Training:
             objective.patch_size = arch.patch_size  # of MAE
         objective._arch = arch  # of masked patches
         objective.teacher = FixedTeacher(world.device)  # of distillation
+        objective.teachers = feature_teachers(world.device)  # of features
         module = getattr(self.engine._engine.module, "objective", None)
         objective._module = module  # of DINO
         session.objective = objective
