@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 
 from vitscale.config.errors import UserError
-from vitscale.config.section import NamedSection, Problems, Section
+from vitscale.config.section import NamedSection, Problems
 from vitscale.evaluation.classification import ClassificationSettings
 from vitscale.evaluation.evaluation import SettingsBase
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.models.registry import costs_of
+from vitscale.objectives.settings import TeacherSettings
 
 if TYPE_CHECKING:
     import torch
@@ -290,19 +291,6 @@ class Supervised(Objective):
             mixed_labels_B=batch.mixed_labels,
             mix_lambda_B=batch.mix_lambda,
         )
-
-
-class TeacherSettings(Section):
-    """A model that the student learns from. It is never trained."""
-
-    model: str | None = None
-    """timm's name, for example regnety_160 (DeiT's teacher); null: `weights` is a run of ours."""
-    weights: str
-    """Weights of `model`: .safetensors, .npz, or a torch file of tensors alone (.pth, .pt; also
-    below the key `model`, as DeiT's teacher); or a folder of timm or transformers, also hf://NAME.
-    With model=null a run folder or checkpoint folder, too."""
-    image_size: PositiveInt | None = None
-    """Pixels a side that the teacher sees; images are resized to it. null: its own."""
 
 
 class DistillationSettings(SupervisedSettings):

@@ -32,7 +32,7 @@ from vitscale.models import timm_model
 from vitscale.models.registry import MODELS, costs_of
 from vitscale.models.settings import TimmSettings
 from vitscale.models.weights.files import SUFFIXES
-from vitscale.objectives.objective import TeacherSettings
+from vitscale.objectives.settings import TeacherSettings
 
 # Images that pass through a teacher together on a CPU. Measured, November 2026: from 8 on ViTs give
 # the same bits with one thread and two, and an image costs no more than in larger batches.

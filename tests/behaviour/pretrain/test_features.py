@@ -19,7 +19,7 @@ from tests.support.engine.reference_cases import feature_teachers
 from tests.support.engine.subjects import WORLD
 from tests.support.tables import every, refused, rows
 from vitscale.engine.settings import EngineSettings
-from vitscale.objectives.objective import TeacherSettings
+from vitscale.objectives.settings import TeacherSettings
 from vitscale.objectives.teacher import open_feature_teacher, pooled_patches
 from vitscale.training.session import build_model
 

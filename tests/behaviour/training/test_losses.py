@@ -20,8 +20,8 @@ from vitscale.objectives.losses import hard_loss, label_loss
 from vitscale.objectives.objective import (
     Distillation,
     DistillationSettings,
-    TeacherSettings,
 )
+from vitscale.objectives.settings import TeacherSettings
 from vitscale.objectives.teacher import open_teacher
 
 NAME = "test_efficientnet"
