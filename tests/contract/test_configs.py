@@ -2,8 +2,6 @@
 site files of containers agree with the rest."""
 
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from packaging.utils import canonicalize_name
 from docs.settings_page import ALL_RUN_TYPES, PAGE, renewed
 from tests.contract.tree import ROOT
 from tests.support.tables import every
+from tests.support.waiting import run_python
 from vitscale.config.command_line import settings_reference
 from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run, load_run_file, run_to_yaml
@@ -113,14 +112,8 @@ def test_the_site_files_of_containers_are_valid(name, monkeypatch):
     # The line of the site file is shown as the place of its values.
     site = f"containers/{name}.yaml"
     monkeypatch.setenv("VITSCALE_SITE", site)
-    command = [sys.executable, "launch/slurm.py", "--config", "configs/vit_h14.yaml"]
-    shown = subprocess.run(
-        [*command, "--print-config"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    words = ("launch/slurm.py", "--config", "configs/vit_h14.yaml", "--print-config")
+    shown = run_python(*words, cwd=ROOT, check=True).stdout
     assert f"{site}:3" in shown
     assert "/images/vitscale.s" in shown
 

@@ -23,6 +23,7 @@ from data_prep.verification import check_folder
 from tests.support.corpora.external_tars import write_tars
 from tests.support.corpora.image_corpus import ledger, prepare_here, run_of
 from tests.support.corpora.indexing import index, run_index
+from tests.support.corpora.sources import touch, written
 from tests.support.tables import Values, every, lines, refused, rows
 from vitscale.config.errors import UserError
 from vitscale.data.index import choose_by_key, read_manifest, read_split, sample_keys
@@ -49,10 +50,8 @@ def write_folder(root: Path, images: Mapping[str, int]) -> Path:
     """Write `images` in each folder: images of all folders differ."""
     seeds = iter(range(10_000))
     for folder, num in images.items():
-        (root / folder).mkdir(parents=True, exist_ok=True)
         for number in range(num):
-            path = root / folder / f"{number}.png"
-            path.write_bytes(picture(next(seeds)))
+            written(root / folder / f"{number}.png", picture(next(seeds)))
     return root
 
 
@@ -196,8 +195,7 @@ def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path):
     assert "dog/0.png" in text
 
     # A folder without any image is another mistake, with a count of its own.
-    (source / "train/eel").mkdir()
-    (source / "train/eel/notes.txt").touch()
+    touch(source, "train/eel/notes.txt")
     text = refusal(tmp_path, source, images=ANY_BAD)
     assert "1 of 3 classes hold no images: 'eel'" in text
     assert "'train/eel/notes.txt'" in text
@@ -635,9 +633,7 @@ def test_an_output_of_another_source_is_refused(tmp_path, monkeypatch):
 def test_unlabelled_folders_are_listed_in_parts_with_the_same_result(tmp_path):
     names = [f"{outer}/{inner}" for outer in range(9) for inner in range(9)]
     root = write_folder(tmp_path / "in", dict.fromkeys([".", *names, "0/0/deep"], 1))
-    hidden = root / ".hidden/x.png"
-    hidden.parent.mkdir()
-    hidden.write_bytes(picture(1))
+    written(root / ".hidden/x.png", picture(1))
     (root / "3/link").symlink_to("../4")
     run = run_of(root, tmp_path / "s", labels={"values": "none"}, images=ANY_BAD)
 

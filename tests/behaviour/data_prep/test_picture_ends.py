@@ -4,8 +4,6 @@ import gzip
 import io
 import os
 import struct
-import subprocess
-import sys
 
 import numpy as np
 from PIL import Image
@@ -23,6 +21,7 @@ from tests.support.corpora.image_samples import (
     unfiltered,
 )
 from tests.support.tables import every, rows
+from tests.support.waiting import run_python
 from vitscale.images.plain import rgb_pixels
 from vitscale.runs.data_prep import ImageSettings
 
@@ -222,12 +221,8 @@ def test_pillow_warns_of_nothing_in_a_log():
         "    decode(data)\n"
         "    with open_image(data) as image: orientation(image)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "always", "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = run_python("-W", "always", "-c", program, env=one_thread)
     assert done.returncode == 0
 
     # A line each would bury everything else in the log of a run.

@@ -36,6 +36,7 @@ from tests.support.corpora.image_corpus import (
     prepare_here,
     run_of,
 )
+from tests.support.corpora.sources import touch, written
 from tests.support.tables import every, refused, rows
 from vitscale.config.changes import changed_settings
 from vitscale.config.errors import StorageError
@@ -66,8 +67,7 @@ def test_files_that_will_be_refused_need_no_space(tmp_path):
 
 
 def write(path: Path, *, seed: int):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encoded("PNG", seed=seed))
+    written(path, encoded("PNG", seed=seed))
 
 
 def test_ignored_classes_leave_no_label(tmp_path):
@@ -194,9 +194,7 @@ def test_a_changed_file_changes_the_settings(section, key, text, tmp_path):
 def test_too_many_bad_inputs_are_refused_before_an_image_is_read(num_links, tmp_path):
     """Hidden files and other names do not count: 4 of 20 are a fifth."""
     folder = tmp_path / "images/cat"
-    folder.mkdir(parents=True)
-    for number in range(30):
-        (folder / f"{number}.txt").touch()
+    touch(folder, *(f"{number}.txt" for number in range(30)))
     for number in range(20):
         path = folder / f"{number}.jpg"
         if number < num_links:
@@ -222,9 +220,7 @@ def test_too_many_bad_inputs_are_refused_before_an_image_is_read(num_links, tmp_
 - [cat/1.txt, image_folder, '1 other_name .*: ''cat/1.txt''']
 """)
 def test_when_every_input_is_rejected_the_error_says_why(name, kind, message, tmp_path):
-    file = tmp_path / "source" / name
-    file.parent.mkdir(parents=True)
-    file.write_bytes(b"PAR1 cut")
+    file = written(tmp_path / "source" / name, b"PAR1 cut")
 
     # A table is named itself, a folder of images by its root.
     path = tmp_path / "source"
@@ -278,11 +274,10 @@ def test_a_shard_is_written_without_holding_its_images(tmp_path):
     comment = b"\xff\xfe\xff\xff" + bytes(65_533)
     image = encoded("JPEG", seed=0)
     large = image[:2] + 16 * comment + image[2:]
-    folder = tmp_path / "images/cat"
-    folder.mkdir(parents=True)
+    images = tmp_path / "images"
     for number in range(16):
-        (folder / f"{number}.jpg").write_bytes(large)
-    run = run_of(folder.parent, tmp_path / "shards")
+        written(images / f"cat/{number}.jpg", large)
+    run = run_of(images, tmp_path / "shards")
     work = prepare_here(run, until="write shards")
     (unit,) = tars.shard_units(work)
 

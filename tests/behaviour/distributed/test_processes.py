@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 
 from tests.support.tables import every, rows
-from tests.support.waiting import wait_until
+from tests.support.waiting import run_python, wait_until
 from vitscale.distributed import processes
 from vitscale.distributed.fork_server import (
     ENVIRONMENT,
@@ -145,7 +145,7 @@ def main():
     {ending}
 run_rank_script(main)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python("-c", code)
     assert done.returncode == exit_code
     assert done.stdout == "buffered exit handler\n"
     assert done.stderr.endswith(text)
@@ -183,8 +183,7 @@ def main():
 if __name__ == "__main__":
     processes.run_rank_script(main)
 """)
-    command = [sys.executable, script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    done = run_python(script, timeout=90)
     assert done.returncode == 75, done.stderr
 
     # A child is killed before its parent ends, so nothing is late then.

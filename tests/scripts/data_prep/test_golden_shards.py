@@ -16,6 +16,7 @@ from blake3 import blake3
 from tests.support.corpora import image_corpus
 from tests.support.corpora.external_tars import tar_bytes, write_tars
 from tests.support.corpora.image_corpus import run_script
+from tests.support.corpora.sources import written
 from tests.support.golden import FOLDER
 from tests.support.tables import Values, every
 
@@ -35,9 +36,7 @@ def images(split: str) -> list[Path]:
 def image_folder(root: Path):
     for split in ("train", "test"):
         for path in images(split):
-            copy = root / split / path
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(IMAGES / path, copy)
+            written(root / split / path, (IMAGES / path).read_bytes())
 
 
 def class_tars(root: Path):

@@ -17,7 +17,7 @@ from tests.support.corpora.image_corpus import (
 )
 from tests.support.levels import by_level
 from tests.support.tables import every
-from tests.support.waiting import PATIENCE_S, ROOT
+from tests.support.waiting import PATIENCE_S, ROOT, run_python
 
 
 def started(
@@ -141,7 +141,7 @@ def names_in(folder: Path) -> list[str]:
 def test_late_array_tasks_get_the_result_of_their_job(tmp_path):
     source = corpus(tmp_path / "images")
     work = tmp_path / ".shards.preparing"
-    words = command(
+    _, *words = command(
         source,
         tmp_path / "shards",
         "images.max_bad_fraction=0",
@@ -155,13 +155,8 @@ def test_late_array_tasks_get_the_result_of_their_job(tmp_path):
         # A new job starts when the fault is mended; a late task of the old one only reports.
         if job == "8":
             victim.write_bytes(photo)
-        done = subprocess.run(
-            words,
-            cwd=ROOT,
-            env=os.environ | {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": job},
-            capture_output=True,
-            text=True,
-        )
+        task = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": job}
+        done = run_python(*words, cwd=ROOT, env=os.environ | task)
         texts.append(done.stdout + done.stderr)
         assert done.returncode == rc, texts
         assert (work / "failed.json").exists() == bool(rc)
@@ -189,8 +184,7 @@ def test_a_write_error_is_one_message_and_loses_nothing(tmp_path):
         "import os, resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
         f"os.execv({sys.executable!r}, {command(source, shards)!r})"
     )
-    limited = [sys.executable, "-c", code]
-    done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-c", code, cwd=ROOT)
     assert done.returncode == 74
     assert "Traceback" not in done.stderr
     assert "written (File too large)" in done.stderr

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from tests.support.corpora.indexing import index
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.levels import by_level
 from tests.support.tables import every
+from tests.support.waiting import run_python
 from vitscale.data.index import read_manifest, read_split
 
 # Key, label and BLAKE3 of the image's bytes, equal for all readers.
@@ -110,12 +109,7 @@ def test_hugging_face_datasets_reads_the_indexed_samples(digits, streaming, tmp_
     }
     split = "test"
     arguments = [digits.folder, split, digits.suffix, tmp_path / "cache", streaming]
-    finished = subprocess.run(
-        [sys.executable, "-c", HUGGING_FACE, *map(str, arguments)],
-        env=os.environ | offline,
-        capture_output=True,
-        text=True,
-    )
+    finished = run_python("-c", HUGGING_FACE, *arguments, env=os.environ | offline)
     assert finished.returncode == 0, finished.stderr
     names, *rows = map(json.loads, finished.stdout.splitlines())
     # Names of classes, not numbers alone: they come from the card that lies beside the tars.

@@ -14,7 +14,7 @@ from launch.jobs.attempts import Ending, read_attempts
 from launch.jobs.processes import StopFlag, run_here
 from launch.jobs.submission import StageJob
 from tests.support.tables import every, refused
-from tests.support.waiting import PATIENCE_S, ROOT, wait_until
+from tests.support.waiting import PATIENCE_S, ROOT, run_python, wait_until
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.processes import is_alive
 
@@ -92,14 +92,13 @@ WAITING = """
 
 
 def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path):
-    command = [
-        sys.executable,
+    done = run_python(
         ROOT / "launch/local.py",
         "--config=digits/pretrain",
         "data.path=no",
         "launch.nodes=3",  # a local run has one
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        cwd=tmp_path,
+    )
     error = "error:\nno: no such folder\n  next: correct the path"
     assert done.returncode == 2
     assert done.stderr.startswith(error)
@@ -356,12 +355,13 @@ submission.StageJob(script="stage.py", config="c")()
         "import os; print(repr(os.environ['VITSCALE_SITE'])); os.kill(os.getpid(), 12)"
     )
     (tmp_path / "stage.py").write_text(stage)
-    done = subprocess.run(
-        [sys.executable, "-u", "-c", program],
+    variables = {"PYTHONPATH": str(ROOT), "VITSCALE_SITE": "site.yaml"}
+    done = run_python(
+        "-u",
+        "-c",
+        program,
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "VITSCALE_SITE": "site.yaml"},
-        capture_output=True,
-        text=True,
+        env=os.environ | variables,
     )
     assert done.returncode == 75
     # The site file is in the run's configuration already; read again it could have changed.

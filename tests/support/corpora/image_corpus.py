@@ -2,7 +2,6 @@
 
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import pyarrow.parquet as pq
 from data_prep.make_shards import STEPS
 from data_prep.steps.work import WorkFolder, open_work_folder, run_steps
 from tests.support.corpora import image_samples
-from tests.support.waiting import ROOT
+from tests.support.corpora.sources import written
+from tests.support.waiting import ROOT, run_python
 from vitscale.runs.data_prep import DataPrepRun
 
 CONFIG = "configs/data/image_folder.yaml"
@@ -42,8 +42,7 @@ def corpus(root: Path, *, num: int = 12, order_seed: int = 0, side: int = 16) ->
     # Nor may it depend on the time of a file: a copy of the corpus has another one.
     time = order_seed + 1
     for path, format, seed in images:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(format, seed=seed, side=side))
+        written(path, encoded(format, seed=seed, side=side))
         os.utime(path, (time, time))
     return root
 
@@ -67,8 +66,7 @@ def make_shards(source: Path, output: Path, *options: str, rc: int = 0) -> str:
 
 def run_script(name: str, *arguments, rc: int = 0) -> str:
     """Run a script of data_prep; returns what it printed."""
-    words = [sys.executable, f"data_prep/{name}.py", *map(str, arguments)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    done = run_python(f"data_prep/{name}.py", *arguments, cwd=ROOT)
     text = done.stdout + done.stderr
     # A refusal is a sentence: an exit code alone would accept a crash.
     assert done.returncode == rc and "Traceback" not in text, text
