@@ -21,7 +21,8 @@ from data_prep.make_shards import STEPS
 from data_prep.steps.work import WorkFolder, find_existing, run_steps
 from data_prep.verification import check_folder
 from tests.support.corpora.external_tars import write_tars
-from tests.support.corpora.image_corpus import ledger, prepare_here, run_of
+from tests.support.corpora.image_corpus import ledger, prepare_here, prepared, run_of
+from tests.support.corpora.image_samples import encoded
 from tests.support.corpora.indexing import index, run_index
 from tests.support.corpora.sources import touch, written
 from tests.support.tables import Values, every, lines, refused, rows
@@ -40,10 +41,7 @@ ANY_BAD = {"max_bad_fraction": 1}
 
 def picture(seed: int) -> bytes:
     """A PNG whose pixels tell the seed."""
-    colour = (seed % 256, seed // 256, 7)
-    file = io.BytesIO()
-    Image.new("RGB", (8, 8), colour).save(file, "PNG")
-    return file.getvalue()
+    return encoded(np.full((8, 8, 3), (seed % 256, seed // 256, 7), np.uint8), "PNG")
 
 
 def write_folder(root: Path, images: Mapping[str, int]) -> Path:
@@ -144,21 +142,14 @@ def test_names_that_become_one_class_are_refused(name, other, tmp_path):
 
 
 def test_a_space_may_have_classes_without_training_images(tmp_path):
-    source = write_folder(
-        tmp_path / "in",
-        {
-            "train/ant": 2,
-            "val/ant": 1,
-            "val/walrus": 2,
-        },
-    )
+    images = {"train/ant": 2, "val/ant": 1, "val/walrus": 2}
+    source = write_folder(tmp_path / "in", images)
     (source / "train/empty").mkdir()
     output = tmp_path / "s"
     space = tmp_path / "space.txt"
     space.write_text("walrus\nant\n10\n2\n")
-    run = run_of(source, output, labels={"space": str(space)})
-    prepare_here(run)
-    assert read_manifest(output).notes == ()
+    listed = {"space": str(space)}
+    assert prepared(source, output, labels=listed).notes == ()
     kept = stored(output)
     assert {name for name, _ in kept["train"]} == {"ant"}
     assert {name for name, _ in kept["val"]} == {"ant", "walrus"}
@@ -166,26 +157,19 @@ def test_a_space_may_have_classes_without_training_images(tmp_path):
     # Without a space, a class that has too few images is left out, here and in val.
     (source / "train/empty").rmdir()
     few = {"min_images_per_class": 3}
-    prepare_here(run_of(source, tmp_path / "t", source=few))
-    assert read_manifest(tmp_path / "t").classes == ("ant",)
+    assert prepared(source, tmp_path / "t", source=few).classes == ("ant",)
     shutil.rmtree(output)
 
     # The list of classes changes between two steps of one preparation.
-    work = prepare_here(run, until="finish")
+    work = prepare_here(run_of(source, output, labels=listed), until="finish")
     space.write_text("ant\nwalrus\n")
     with refused("begun with other settings"):
         run_steps(work, STEPS[-1:], num_workers=1)
 
 
 def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path):
-    source = write_folder(
-        tmp_path / "in",
-        {
-            "train/ant": 2,
-            "train/dog": 1,
-            "val/dog": 2,
-        },
-    )
+    images = {"train/ant": 2, "train/dog": 1, "val/dog": 2}
+    source = write_folder(tmp_path / "in", images)
     (source / "train/dog/0.png").write_bytes(picture(3)[:60])
 
     # A cut PNG: the only image of its class in train.
@@ -203,31 +187,16 @@ def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path):
 
 def test_names_that_look_alike_are_refused_within_train(tmp_path):
     """An accented letter, and a letter with an accent of its own: two names, one look."""
-    both = write_folder(
-        tmp_path / "in",
-        {
-            CAFE: 1,
-            DECOMPOSED: 1,
-            "tea": 1,
-        },
-    )
+    both = write_folder(tmp_path / "in", {CAFE: 1, DECOMPOSED: 1, "tea": 1})
     assert "look like" in refusal(tmp_path, both)
 
     # Letters of both cases are classes of their own.
     letters = write_folder(tmp_path / "letters", {"A": 1, "a": 1})
-    prepare_here(run_of(letters, tmp_path / "s"))
-    assert read_manifest(tmp_path / "s").classes == ("A", "a")
+    assert prepared(letters, tmp_path / "s").classes == ("A", "a")
 
 
 def test_a_rejected_class_that_looks_like_one_of_the_space_is_refused(tmp_path):
-    source = write_folder(
-        tmp_path / "in",
-        {
-            DECOMPOSED: 2,
-            "tea": 2,
-            "x": 1,
-        },
-    )
+    source = write_folder(tmp_path / "in", {DECOMPOSED: 2, "tea": 2, "x": 1})
     space = tmp_path / "space.txt"
     space.write_text(f"{CAFE}\ntea\n")
 
@@ -301,8 +270,8 @@ labels|classes
 """)
 def test_numbers_in_one_form_are_taken(tmp_path, labels, classes):
     source, settings = write_labels("path_table", tmp_path / "in", labels.split())
-    prepare_here(run_of(source, tmp_path / "s", source=settings))
-    assert list(read_manifest(tmp_path / "s").classes) == classes.split()
+    made = prepared(source, tmp_path / "s", source=settings)
+    assert list(made.classes) == classes.split()
 
 
 def test_floats_are_refused_and_a_mark_of_windows_is_no_part_of_a_number(tmp_path):
@@ -313,22 +282,18 @@ def test_floats_are_refused_and_a_mark_of_windows_is_no_part_of_a_number(tmp_pat
 
     # Notepad writes a byte order mark before the number.
     source, settings = write_labels("cls", tmp_path / "tars", ["0", "\ufeff1", "2"])
-    prepare_here(run_of(source, tmp_path / "s", source=settings))
-    assert read_manifest(tmp_path / "s").classes == ("0", "1", "2")
+    made = prepared(source, tmp_path / "s", source=settings)
+    assert made.classes == ("0", "1", "2")
 
 
 def test_folders_named_by_numbers_are_sorted_as_text_and_it_is_said(tmp_path):
     source = write_folder(tmp_path / "in", {str(number): 1 for number in range(11)})
-    output = tmp_path / "s"
-    prepare_here(run_of(source, output))
-    (note,) = read_manifest(output).notes
+    (note,) = prepared(source, tmp_path / "s").notes
     assert "'10' has label 2, and '2' 3" in note
 
     # 0 to 9 and a name are in the order of the numbers.
     named = write_folder(tmp_path / "b", dict.fromkeys([*"0123456789", "none"], 1))
-    output = tmp_path / "s2"
-    prepare_here(run_of(named, output))
-    assert read_manifest(output).notes == ()
+    assert prepared(named, tmp_path / "s2").notes == ()
 
     # 3 and 03 would be two classes.
     write_folder(source, {"03": 1})
@@ -384,7 +349,7 @@ away/5.png,b,val
     (root / "t.csv").write_text(table)
     kind = {"kind": "path_table"}
     output = tmp_path / "s"
-    prepare_here(run_of(root / "t.csv", output, source=kind, images=ANY_BAD))
+    prepared(root / "t.csv", output, source=kind, images=ANY_BAD)
     entries = pq.read_table(output / "ledger.parquet").to_pylist()
     reasons = Counter(entry["reason"] for entry in entries)
     assert reasons == {None: 7, "duplicate_path": 7}
@@ -415,21 +380,14 @@ def test_one_tar_or_table_under_two_names_is_refused(tmp_path):
 
 
 def test_equal_bytes_in_two_splits_are_counted_for_every_source(tmp_path):
-    root = write_folder(
-        tmp_path / "in",
-        {
-            "train/a": 3,
-            "val/a": 2,
-            "test/a": 2,
-        },
-    )
+    images = {"train/a": 3, "val/a": 2, "test/a": 2}
+    root = write_folder(tmp_path / "in", images)
     for split in ("val", "test"):
-        copy = root / split / "a/copy.png"
-        copy.write_bytes((root / "train/a/1.png").read_bytes())
-    prepare_here(run_of(root, tmp_path / "s"))
+        shutil.copy(root / "train/a/1.png", root / split / "a/copy.png")
 
     # Each pair of splits once.
-    notes = [note for note in read_manifest(tmp_path / "s").notes if "bytes" in note]
+    made = prepared(root, tmp_path / "s")
+    notes = [note for note in made.notes if "bytes" in note]
     assert notes == [
         "1 images of test have the bytes of images of val",
         "1 images of test have the bytes of images of train",
@@ -604,7 +562,7 @@ def test_an_output_of_another_source_is_refused(tmp_path, monkeypatch):
         write_folder(root, {"a": num, "b": num})
     link.symlink_to("one")
     output = tmp_path / "s"
-    prepare_here(run_of(one, output))
+    prepared(one, output)
 
     # Other ways to write the same folder.
     monkeypatch.chdir(tmp_path)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from tests.support.ranks.thread_ranks import world_of
 from tests.support.tables import every, refused, rows
 from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import NodeError, UserError
@@ -24,7 +25,6 @@ from vitscale.distributed.processes import LAUNCHER_VARIABLES, free_port, node_n
 from vitscale.distributed.world import (
     STOP_SIGNALS,
     PreemptionFlag,
-    World,
     _choose_interface,
     _join,
     _pick_device,
@@ -115,13 +115,7 @@ def join_all(monkeypatch, devices: list[str | None]) -> list[Any]:
     num_ranks = len(devices)
 
     def join(rank):
-        world = World(
-            rank=rank,
-            world_size=num_ranks,
-            local_rank=rank,
-            local_world_size=num_ranks,
-            device=torch.device("cpu"),
-        )
+        world = world_of(rank, num_ranks)
         try:
             device, store = _join(world, wanted="auto")
 
@@ -189,16 +183,9 @@ def test_a_rank_without_its_gpu_says_so_though_no_other_starts(
     monkeypatch.setattr(world_module, "TELL_S", 0.5)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    world = World(
-        rank=rank,
-        world_size=8,
-        local_rank=rank,
-        local_world_size=8,
-        device=torch.device("cpu"),
-    )
     message = f"rank {rank} on {node_name()}: .*has no GPU"
     with pytest.raises(NodeError, match=message):
-        _join(world, wanted="cuda")
+        _join(world_of(rank, 8), wanted="cuda")
 
     # Before it waits for them, in which a launcher may end it.
     assert f"local rank {rank} has no GPU" in capfd.readouterr().err
@@ -290,13 +277,7 @@ def test_gloo_takes_the_network_of_the_route_to_the_first_rank(monkeypatch):
     address = SimpleNamespace(address="127.0.0.1")
     interfaces = {"lo": [address], "ib0": [address]}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
-    world = World(
-        rank=1,
-        world_size=2,
-        local_rank=0,
-        local_world_size=1,
-        device=torch.device("cpu"),
-    )
+    world = world_of(1, 2, per_node=1)
     for host, interface in (("nowhere.invalid", None), ("127.0.0.1", "ib0")):
         monkeypatch.setattr(os, "environ", {"MASTER_ADDR": host})
         _choose_interface(world)

@@ -311,37 +311,36 @@ def write_evaluation(step: ChainStep) -> Path:
     return results
 
 
-def texts(chain: Chain, stage: str) -> set[str]:
+def check_states(chain: Chain, **expected: str):
+    """Check the states of the runs of each named stage, sorted, with commas between."""
     states = chain_states(chain)
-    return {states[step.name].text for step in steps_of(chain, stage)}
+    for stage, text in expected.items():
+        of_stage = {states[step.name].text for step in steps_of(chain, stage)}
+        assert ", ".join(sorted(of_stage)) == text, stage
 
 
 def test_a_run_is_done_when_its_folder_says_so(chain):
     (pretrain,) = steps_of(chain, "pretrain")
-    assert texts(chain, "shards") == {"done"}
-    assert texts(chain, "pretrain") == {"missing"}
+    check_states(chain, shards="done", pretrain="missing")
 
     # A training of 20 steps.
     write_training(pretrain, at=7)
-    assert texts(chain, "pretrain") == {"resumable (step 7)"}
+    check_states(chain, pretrain="resumable (step 7)")
     train(chain, "pretrain", "finetune")
-    assert texts(chain, "pretrain") == {"done"}
-    assert texts(chain, "finetune") == {"done"}
-
-    assert texts(chain, "evaluate") == {"missing"}
+    check_states(chain, pretrain="done", finetune="done", evaluate="missing")
     for step in steps_of(chain, "evaluate"):
         write_evaluation(step)
-    assert texts(chain, "evaluate") == {"done"}
+    check_states(chain, evaluate="done")
 
     # Results that are older than the weights are of other weights.
     os.utime(steps_of(chain, "evaluate")[0].folder / "results.json", (1, 1))
-    assert texts(chain, "evaluate") == {"done", "old"}
+    check_states(chain, evaluate="done, old")
 
     # A damaged last checkpoint does not count, and the one before it does.
     last = pretrain.folder / "checkpoints/step-00000020"
     (weights,) = last.glob("*.safetensors")
     weights.write_bytes(b"cut")
-    assert texts(chain, "pretrain") == {"resumable (step 7)"}
+    check_states(chain, pretrain="resumable (step 7)")
 
 
 def test_a_run_with_other_settings_is_repeated_or_refused(chain, folder):
@@ -355,12 +354,12 @@ def test_a_run_with_other_settings_is_repeated_or_refused(chain, folder):
     evaluate.write_text(
         evaluate.read_text() + "init_weights: model\nlaunch: {nodes: 2}\n"
     )
-    assert texts(chain_of(path), "evaluate") == {"old"}
+    check_states(chain_of(path), evaluate="old")
 
     # Settings that decide no weight may change.
     changes = "launch.timeout_min=7, checkpoint.every_steps=9, data.num_workers=0"
     changed = chain_of(path, f"overrides=[{changes}]")
-    assert texts(changed, "pretrain") == {"done"}
+    check_states(changed, pretrain="done")
 
     # A training is never thrown away by a chain.
     pretrain = folder / "pretrain.yaml"
@@ -387,13 +386,13 @@ def test_shards_with_other_settings_or_no_input_are_refused(chain, folder):
     config = run.model_dump(mode="json", include={"labels"})
     config["labels"]["map_blake3"] = "0"
     note(config=config)
-    assert texts(chain, "shards") == {"done"}
+    check_states(chain, shards="done")
 
     for name, state in (("images", "done"), ("elsewhere", "changed"), ("", "done")):
         # An earlier version did not note it.
         source = str(folder / name) if name else ""
         note(config=config, source_path=source)
-        assert texts(chain, "shards") == {state}
+        check_states(chain, shards=state)
 
     # Where a preparation ran changes no shard; its seed does.
     note(config={"seed": 9, "launch": {"nodes": 7}})
@@ -415,13 +414,13 @@ def test_a_file_that_a_setting_names_counts_as_the_setting(folder, chain):
     manifest = folder / "shards/manifest.json"
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(content | {"config": config}))
-    assert texts(chain, "shards") == {"done"}
+    check_states(chain, shards="done")
 
     labels.write_bytes(b"a,c\n")
     with refused("labels.map_blake3: made with "):
         check_unchanged(chain_states(chain))
     labels.unlink()  # only the nodes see it
-    assert texts(chain, "shards") == {"done"}
+    check_states(chain, shards="done")
 
 
 def test_a_dry_run_writes_nothing(chain, folder):

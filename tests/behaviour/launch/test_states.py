@@ -84,8 +84,11 @@ class RunFolder:
         folder.mkdir(parents=True)
         (folder / "manifest.json").touch()
 
-    def line(self, *jobs: QueuedJob) -> str:
-        return line_of(read_state(self.folder, jobs), now=NOW)
+    def line(self, *jobs: QueuedJob, now: float = NOW) -> str:
+        return line_of(read_state(self.folder, jobs), now=now)
+
+    def state(self, *jobs: QueuedJob) -> str:
+        return read_state(self.folder, jobs).state
 
 
 def job(state: str, *, reason: str | None = None, **more) -> QueuedJob:
@@ -124,12 +127,10 @@ def test_a_run_without_new_lines_says_so(run):
     run.log(2, ago=50)
     run.log(4, ago=40)
     # Steps have taken 5 s so far, and for three minutes none has come.
-    state = read_state(run.folder, [running])
-    assert "last step 0:03:00 ago" in line_of(state, now=NOW + 140)
+    assert "last step 0:03:00 ago" in run.line(running, now=NOW + 140)
 
     run.log(99, ago=35)  # a second before its end
-    state = read_state(run.folder, [running])
-    assert "left" not in line_of(state, now=NOW)
+    assert "left" not in run.line(running)
 
 
 def test_a_complete_run_is_finished(run):
@@ -138,7 +139,7 @@ def test_a_complete_run_is_finished(run):
 
     # All steps are logged, but the last checkpoint is not whole.
     run.checkpoint(90)
-    assert read_state(run.folder, []).state is RunState.STOPPED
+    assert run.state() == "stopped"
 
     run.checkpoint(100)
     line = "finished, 100 steps, 0:00:10 ago; val/top1 0.7500, train/loss 1.2500"
@@ -199,7 +200,7 @@ def test_an_evaluation_that_is_repeated_is_running(run):
 
 def test_a_training_of_another_launcher_has_failed(run):
     run.log(4)
-    assert read_state(run.folder, []).state is RunState.STOPPED
+    assert run.state() == "stopped"
 
     # No attempt has recorded an end: what a rank has recorded is all there is.
     failure = {
@@ -215,7 +216,7 @@ def test_a_job_without_nodes_waits_for_what_slurm_says(run):
     """JOB STATE CODES of `man squeue`."""
     run.attempt(Ending.STOPPED)
     for state in "REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT SUSPENDED".split():
-        assert read_state(run.folder, [job(state)]).state is RunState.PAUSED
+        assert run.state(job(state)) == "paused"
 
 
 def test_an_array_runs_while_a_task_does(run):
@@ -235,20 +236,20 @@ def test_an_array_runs_while_a_task_does(run):
     earlier = run.folder / "slurm/config-2.yaml"
     earlier.write_text("output: elsewhere")
     os.utime(earlier, (1, 1))
-    assert read_state(run.folder, []).state is RunState.NOT_STARTED
+    assert run.state() == "not started"
 
     # Of a line of `launch.setup` that ends the job.
     log = run.folder / f"slurm/{JOB}/{JOB}_0_0_log.out"
     log.touch()
-    assert read_state(run.folder, []).state is RunState.FAILED
+    assert run.state() == "failed"
 
     # One failed task is a failed array, until the output is whole.
     for task, ending in enumerate((Ending.DONE, Ending.FAILED, Ending.DONE)):
         RunFolder(run.folder / f"slurm/{JOB}/{JOB}_{task}").attempt(ending)
-    assert read_state(run.folder, []).state is RunState.FAILED
+    assert run.state() == "failed"
     shards.mkdir()
     (shards / "manifest.json").touch()
-    assert read_state(run.folder, []).state is RunState.FINISHED
+    assert run.state() == "finished"
 
 
 def test_several_runs_are_ordered_and_counted(run):
@@ -420,7 +421,7 @@ def test_clocks_that_differ_change_no_age(run, here_ahead, node_ahead):
     run.log(41, ago=10 - node_ahead)
 
     running = job("RUNNING", start=NOW - 61, seen=NOW)
-    line = line_of(read_state(run.folder, [running]), now=NOW + here_ahead)
+    line = run.line(running, now=NOW + here_ahead)
     assert "running for 0:01:01, step 41 of 100 (41%), 0:0" in line
     assert "ago" not in line
     assert "0:00:00" not in line
@@ -432,8 +433,7 @@ def test_clocks_that_differ_change_no_age(run, here_ahead, node_ahead):
         submitted=NOW - 60,
         seen=NOW,
     )
-    line = line_of(read_state(run.folder, [queued]), now=NOW + here_ahead)
-    assert "(0:01:00)" in line
+    assert "(0:01:00)" in run.line(queued, now=NOW + here_ahead)
 
 
 @pytest.fixture

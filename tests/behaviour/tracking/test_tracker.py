@@ -12,6 +12,7 @@ import wandb
 import yaml
 
 from launch.comparison.sync import sync
+from tests.support.run_folders import tracker_of
 from tests.support.tables import refused, words
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.packaged import SourceVersion
@@ -59,16 +60,8 @@ def open_tracker(mlflow_database, tmp_path, monkeypatch) -> Open:
             "system_metrics": False,
             **changes.pop("settings", {}),
         }
-        arguments = {
-            "settings": TrackingSettings(**settings),
-            "name": "digits",
-            "stage": "pretrain",
-            "tags": {},
-            "resume_step": 0,
-            "is_writer": True,
-            "say": lambda text: None,
-        }
-        return Tracker(folder, **(arguments | changes))
+        arguments = {"settings": TrackingSettings(**settings), "name": "digits"}
+        return tracker_of(folder, **(arguments | changes))
 
     return open_it
 

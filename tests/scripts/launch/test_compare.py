@@ -14,11 +14,10 @@ from launch.comparison.page import render
 from launch.comparison.runs import ComparedRun
 from tests.support.corpora.indexing import run
 from tests.support.levels import skip_or_fail
+from tests.support.run_folders import tracker_of
 from tests.support.tables import lines
 from tests.support.waiting import PATIENCE_S, ROOT
 from vitscale.tracking.journal import Row
-from vitscale.tracking.settings import TrackingSettings
-from vitscale.tracking.tracker import Tracker
 
 # One transparent pixel.
 PNG = bytes.fromhex(
@@ -36,16 +35,8 @@ def make_run(root: Path, name: str, *, lr: float, gain: float):
     folder = root / "runs" / name
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"name: {name}\nseed: 7\noptim:\n  lr: {lr}\n")
-    tracker = Tracker(
-        folder,
-        settings=TrackingSettings(uri=None),
-        name=name,
-        stage="pretrain",
-        tags={"vitscale.data": "digits, 9 images"},
-        resume_step=0,
-        is_writer=True,
-    )
-    with tracker:
+    data = {"vitscale.data": "digits, 9 images"}
+    with tracker_of(folder, name=name, tags=data) as tracker:
         for step in range(1, 4):
             # A metric that is never a number must not end a comparison.
             tracker.log({"train/loss": 1 / step, "odd/name": math.nan}, step=step)

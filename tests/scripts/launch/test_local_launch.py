@@ -74,6 +74,22 @@ def await_end(pids: list[int]):
     wait_until(lambda: not any(map(is_alive, pids)), else_say=lambda: f"{pids} live on")
 
 
+def ended(process: subprocess.Popen[str], code: int) -> tuple[str, str]:
+    """Wait for the end with this exit code; returns output and errors."""
+    output, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code, errors
+    return output, errors
+
+
+def signalled(process, folder, number: int, *, code: int) -> tuple[str, str]:
+    """Send a signal once both ranks run; no rank may outlive the end, whose output is returned."""
+    tasks = pids(process, folder)
+    process.send_signal(number)
+    texts = ended(process, code)
+    await_end(tasks)
+    return texts
+
+
 # A stage that stops as a training does: at a signal, with a checkpoint that rank 0 still writes.
 WAITING = """
     import os, pathlib, signal, sys, time
@@ -131,8 +147,7 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path, death):
         """,
         before=before,
     )
-    output, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1
+    output, errors = ended(process, 1)
     # Rank 0's output is the run's; another rank's log is shown when that rank fails.
     assert "rank 0 was here" in output
     assert "rank 1 was here" not in output
@@ -149,19 +164,13 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path, death):
 def test_a_signal_stops_with_a_checkpoint(tmp_path, number):
     # Before a rank is started: it must not be lost.
     signal_itself = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
-    early = start(tmp_path, WAITING, before=signal_itself)
-    early.communicate(timeout=PATIENCE_S)
-    assert early.returncode == 75
+    ended(start(tmp_path, WAITING, before=signal_itself), 75)
 
     process = start(tmp_path, WAITING)
-    tasks = pids(process, tmp_path)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 75
+    output, _ = signalled(process, tmp_path, number, code=75)
     # Rank 0 had the time for its checkpoint, although rank 1 had ended.
     stopped = "stopped: 12 steps are kept; the same command resumes the run\n"
     assert output.endswith(stopped)
-    await_end(tasks)
     endings = [attempt.ending for attempt in read_attempts(tmp_path)]
     assert endings == [Ending.STOPPED] * 2
 
@@ -180,7 +189,7 @@ def test_ranks_do_not_obey_what_the_shell_says_of_another_job(tmp_path, monkeypa
         own = {{name: os.environ.get(name) for name in {[*stale]}}}
         print(*map(repr, own.values()), file=open("seen-" + os.environ["RANK"], "w"))
     """
-    output, errors = start(tmp_path, stage).communicate(timeout=PATIENCE_S)
+    output, errors = ended(start(tmp_path, stage), 0)
     for rank in (0, 1):
         seen = (tmp_path / f"seen-{rank}").read_text().split()
         # In the order of `words`: of this launcher, or gone.
@@ -208,8 +217,8 @@ def test_a_second_ctrl_c_kills_and_a_third_leaves_no_process(tmp_path):
     # The third comes while the second one's work is done: a traceback would leave it half done.
     for _ in range(2):
         process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, errors) == (130, "")
+    output, errors = ended(process, 130)
+    assert errors == ""
     assert output == "stopped; the same command starts the run again\n"
     await_end(tasks)
     (attempt,) = read_attempts(tmp_path)
@@ -227,12 +236,9 @@ def test_ctrl_c_ends_ranks_that_are_not_in_their_loop(tmp_path):
         run_rank_script(lambda: time.sleep(1000))
         """,
     )
-    tasks = pids(process, tmp_path)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, errors) == (130, "")
+    output, errors = signalled(process, tmp_path, signal.SIGINT, code=130)
+    assert errors == ""
     assert output.endswith("kills\nstopped; the same command starts the run again\n")
-    await_end(tasks)
 
 
 def test_a_second_start_is_refused_and_records_nothing(tmp_path):
@@ -247,23 +253,17 @@ def test_a_second_start_is_refused_and_records_nothing(tmp_path):
     wait_for_line(process, "running 2 proc")
     # Not the logs, to which the first start still writes.
     before = content()[:1]
-    second = start(tmp_path, WAITING)
-    _, errors = second.communicate(timeout=PATIENCE_S)
-    assert second.returncode == 1
+    _, errors = ended(start(tmp_path, WAITING), 1)
     assert "another job is training in this run" in errors
     assert content()[:1] == before
-    pids(process, tmp_path)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=PATIENCE_S)
+    signalled(process, tmp_path, signal.SIGTERM, code=75)
 
     # As `run_folder_lock` does in ranks that SLURM or a person started.
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         print("process 17 on n1", file=lock, flush=True)
         before = content()
-        third = start(tmp_path, WAITING)
-        _, errors = third.communicate(timeout=PATIENCE_S)
-    assert third.returncode == 1
+        _, errors = ended(start(tmp_path, WAITING), 1)
     assert ": process 17 on n1" in errors
     assert content() == before
 
@@ -309,11 +309,7 @@ def test_sigterm_before_tasks_handle_it_is_not_a_failure(tmp_path, rank_0, code)
         time.sleep(1000)
         """,
     )
-    tasks = pids(process, tmp_path)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == code, errors
-    await_end(tasks)
+    signalled(process, tmp_path, signal.SIGTERM, code=code)
 
 
 def test_a_missing_interpreter_is_one_error(tmp_path):

@@ -163,7 +163,7 @@ def test_ranks_are_started_on_all_nodes(slurm):
 def test_ranks_are_started_on_as_many_nodes_as_the_batch_divides_over(slurm):
     # SLURM gives 2 of 1 to 3 nodes: over their 4 tasks 6 images do not divide.
     free = ("launch.nodes=1-3", "launch.tasks_per_node=2", "data.global_batch=6")
-    slurm.call("launch/slurm.py", "--config", "run.yaml", *free)
+    slurm.launch(*free)
     slurm.run_job('echo "$SLURM_NTASKS tasks on $SLURM_NNODES"; exit 0')
     assert "using 1 of 2 nodes, over which" in slurm.log
     assert "2 tasks on 1" in slurm.log

@@ -12,6 +12,7 @@ from data_prep.steps.work import WorkFolder, open_work_folder, run_steps
 from tests.support.corpora import image_samples
 from tests.support.corpora.sources import written
 from tests.support.waiting import ROOT, run_python
+from vitscale.data.index import Manifest, read_manifest
 from vitscale.runs.data_prep import DataPrepRun
 
 CONFIG = "configs/data/image_folder.yaml"
@@ -100,3 +101,9 @@ def prepare_here(run: DataPrepRun, *, until: str | None = None) -> WorkFolder:
     # With one worker the steps run in this process, where a test can patch them.
     run_steps(work, steps, num_workers=1)
     return work
+
+
+def prepared(path: Path, output: Path, **sections) -> Manifest:
+    """Prepare a corpus here, from the first step to the last; returns what the shards say."""
+    prepare_here(run_of(path, output, **sections))
+    return read_manifest(output)
