@@ -3,7 +3,6 @@ site files of containers agree with the rest."""
 
 import re
 import tomllib
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -24,7 +23,7 @@ INIT = f"init={ROOT}/tests/golden/weights/google/model.npz"
 CARD = ("What", "Command", "Hardware", "Expect", "Source")
 
 
-def _name(path: Path) -> str:
+def _name(path):
     return str(path.relative_to(ROOT))
 
 
@@ -88,7 +87,7 @@ def test_configuration_page_is_up_to_date():
 VERSION = re.compile(r"^([\w.-]+)==([^\s;]+)", re.MULTILINE)
 
 
-def _versions(name: str) -> dict[str, str]:
+def _versions(name):
     pairs = VERSION.findall((ROOT / name).read_text())
     return {canonicalize_name(package): version for package, version in pairs}
 

@@ -2,13 +2,10 @@
 
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.contract.tree import ROOT, imports_of, module_files, scripts
-from tests.support.tables import Values
 from tests.support.waiting import PATIENCE_S, run_python
 
 HEAVY = ("torch", "torchvision", "deepspeed", "timm", "mlflow", "webdataset")
@@ -68,7 +65,7 @@ os._exit(0)  # not with the code of the last script
 """
 
 
-def run_all(folder: Path, commands: dict[str, list[str]]) -> dict[str, Any]:
+def run_all(folder, commands):
     """What RUN_ALL found; the scripts write nothing."""
     before = sorted(folder.iterdir())
     done = run_python(
@@ -88,7 +85,7 @@ def run_all(folder: Path, commands: dict[str, list[str]]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory) -> Values:
+def started(tmp_path_factory):
     """Every script with --help, and those with a configuration with a wrong one."""
     folder = tmp_path_factory.mktemp("started")
     commands = {}

@@ -24,7 +24,7 @@ def here(tmp_path, monkeypatch):
     Path("a.yaml").write_text(CONFIG + ", schedule: {epochs: 3}}")
 
 
-def command(*argv: str, **more) -> Command[PretrainRun]:
+def command(*argv, **more) -> Command[PretrainRun]:
     """Read the arguments of a script with one switch."""
     switches = {"--dry-run": "show, do not start"}
     texts = {"program": "vitscale x", "description": "Does x."}
@@ -49,7 +49,7 @@ def test_no_configuration_is_answered_with_commands():
         command(examples=("first", "second"))
 
 
-def shown(capsys, *argv: str) -> str:
+def shown(capsys, *argv):
     """Return what a call prints that only shows something."""
     with pytest.raises(SystemExit) as ended:
         command(*argv, examples=("x.py data.path=SHARDS",))

@@ -7,7 +7,6 @@ import re
 import shutil
 import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,7 @@ from tests.support.corpora.image_corpus import ledger, prepare_here, prepared, r
 from tests.support.corpora.image_samples import encoded
 from tests.support.corpora.indexing import index, run_index
 from tests.support.corpora.sources import touch, written
-from tests.support.tables import Values, every, lines, refused, rows
+from tests.support.tables import every, lines, refused, rows
 from vitscale.config.errors import UserError
 from vitscale.data.index import choose_by_key, read_manifest, read_split, sample_keys
 from vitscale.data.settings import DataSettings
@@ -39,12 +38,12 @@ DECOMPOSED = "cafe\u0301"
 ANY_BAD = {"max_bad_fraction": 1}
 
 
-def picture(seed: int) -> bytes:
+def picture(seed):
     """A PNG whose pixels tell the seed."""
     return encoded(np.full((8, 8, 3), (seed % 256, seed // 256, 7), np.uint8), "PNG")
 
 
-def write_folder(root: Path, images: Mapping[str, int]) -> Path:
+def write_folder(root, images):
     """Write `images` in each folder: images of all folders differ."""
     seeds = iter(range(10_000))
     for folder, num in images.items():
@@ -53,7 +52,7 @@ def write_folder(root: Path, images: Mapping[str, int]) -> Path:
     return root
 
 
-def stored(folder: Path) -> dict[str, set[tuple[str, str]]]:
+def stored(folder):
     """Split -> (class, pixels as bytes) of the tars, read by tarfile and Pillow."""
     manifest = json.loads((folder / "manifest.json").read_text())
     pictures = defaultdict(set)
@@ -73,7 +72,7 @@ def stored(folder: Path) -> dict[str, set[tuple[str, str]]]:
     return pictures
 
 
-def refusal(tmp_path, path: Path, **sections) -> str:
+def refusal(tmp_path, path, **sections):
     """The error of a preparation, which leaves no output."""
     output = tmp_path / "refused"
     with pytest.raises(UserError) as caught:
@@ -209,7 +208,7 @@ def test_a_rejected_class_that_looks_like_one_of_the_space_is_refused(tmp_path):
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-def write_labels(kind: str, root: Path, labels: list[str]) -> tuple[Path, Values]:
+def write_labels(kind, root, labels):
     """A source with these labels; returns its path, and its settings."""
     root.mkdir()
     images = [picture(number) for number in range(len(labels))]
@@ -409,7 +408,7 @@ def test_equal_bytes_in_two_splits_are_counted_for_every_source(tmp_path):
 # ---- keys, cuts ----------------------------------------------------------------------------------
 
 
-def sorted_tars(root: Path) -> Path:
+def sorted_tars(root):
     """Six tars of one class each, in which the same keys begin anew."""
     for label in range(6):
         members = {}
@@ -422,13 +421,13 @@ def sorted_tars(root: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def indexed(tmp_path_factory) -> Path:
+def indexed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sorted")
     index(sorted_tars(folder / "tars"), folder / "index")
     return folder / "index"
 
 
-def opened(path: Path, **settings) -> TrainingSet:
+def opened(path, **settings) -> TrainingSet:
     data = DataSettings(
         path=str(path),
         global_batch=2,

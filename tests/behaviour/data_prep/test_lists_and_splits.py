@@ -23,7 +23,7 @@ from vitscale.config.text_files import read_cells, read_text
 from vitscale.runs.data_prep import SourceSettings
 
 
-def inputs(path: Path, *, kind: str = "image_folder", values: str = "name", **options):
+def inputs(path, *, kind="image_folder", values="name", **options):
     """values: of the settings of labels."""
     return listed(opened(kind, path, {"values": values}, **options))
 
@@ -31,7 +31,7 @@ def inputs(path: Path, *, kind: str = "image_folder", values: str = "name", **op
 # ---- folders that are splits ---------------------------------------------------------------------
 
 
-def classes_of(rows: list[Input]) -> set[str | None]:
+def classes_of(rows: list[Input]):
     return {row.class_name for row in rows}
 
 
@@ -223,7 +223,7 @@ def test_spellings_of_splits_in_a_table_are_one_split(tmp_path):
 CLASSES = ["great gray owl", "hen", 'x "y", z']
 
 
-def written(rows: list[list[str]], **how) -> str:
+def written(rows, **how):
     """Write rows with the standard library's csv, quoted where they need it."""
     file = io.StringIO()
     csv.writer(file, lineterminator="\n", **how).writerows(rows)
@@ -255,7 +255,7 @@ FORMS = {
 }
 
 
-def listed_classes(tmp_path, text: str) -> dict[str, str]:
+def listed_classes(tmp_path, text):
     """The class of each image of val, by a list of this text."""
     listing = tmp_path / "list"
     listing.write_bytes(text.encode())

@@ -31,16 +31,16 @@ MOVIE = b"\0\0\0\x18ftypmp42\0\0\0\0mp42isom" + np.random.default_rng(0).bytes(3
 OTHER = encoded(smooth(), "JPEG")
 
 
-def segment(marker: int, content: bytes) -> bytes:
+def segment(marker, content):
     # A marker, and a length that counts itself.
     return bytes([0xFF, marker]) + struct.pack(">H", len(content) + 2) + content
 
 
-def with_segment(jpeg: bytes, marker: int, content: bytes) -> bytes:
+def with_segment(jpeg, marker, content):
     return jpeg[:2] + segment(marker, content) + jpeg[2:]
 
 
-def two_scans(jpeg: bytes, marker: int, content: bytes) -> bytes:
+def two_scans(jpeg, marker, content):
     """A progressive JPEG with a segment before its last scan."""
     # 0xFFDA begins a scan.
     at = jpeg.rindex(b"\xff\xda")
@@ -120,7 +120,7 @@ def test_a_cut_picture_is_not_whole_whatever_follows(kind, tail):
         assert checked.reason == "bad_pixels" or tail in (MOVIE, OTHER), end
 
 
-def keyed_png(samples: np.ndarray, key: tuple[int, ...], *, interlaced: bool) -> bytes:
+def keyed_png(samples, key, *, interlaced):
     """A 16-bit PNG, grey or RGB, with a transparent colour."""
     height, width, channels = samples.shape
     # Adam7 stores the pixels in seven passes, for which readers have code of their own.

@@ -67,7 +67,7 @@ def test_files_that_will_be_refused_need_no_space(tmp_path):
     assert [shard.samples for shard in shards] == [NUM_PICTURES]
 
 
-def write(path: Path, *, seed: int):
+def write(path, *, seed):
     written(path, encoded("PNG", seed=seed))
 
 
@@ -391,7 +391,7 @@ NAMES = st.text(
 )
 
 
-def make_input(path: str) -> Input:
+def make_input(path) -> Input:
     name = path.rpartition(".")[0] or path
     return Input(
         path=path,
@@ -402,9 +402,7 @@ def make_input(path: str) -> Input:
     )
 
 
-def ordered(
-    inputs: list[Input], *, batch: int, seed: int = 0
-) -> list[tuple[bytes, str]]:
+def ordered(inputs: list[Input], *, batch, seed=0):
     """(path, key) in stored order."""
     tables = []
     for start in range(0, len(inputs), batch):

@@ -8,9 +8,6 @@ import json
 import os
 import random
 import tarfile
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pyarrow as pa
@@ -23,41 +20,41 @@ from hypothesis import strategies as st
 from data_prep.formats.ledger import REASONS
 from data_prep.sources.protocol import Container, Input, Source, with_damage
 from data_prep.sources.tars import split_member_name
-from tests.support.corpora.external_tars import Members, tar_bytes, write_tars
+from tests.support.corpora.external_tars import tar_bytes, write_tars
 from tests.support.corpora.sources import listed, opened, touch, written
 from tests.support.tables import every, refused, rows, words
 from vitscale.config.errors import StorageError
 
-UNLABELLED: dict[str, Any] = {"values": "none"}
+UNLABELLED = {"values": "none"}
 
 
-def inputs(kind: str, path: Path, *args, **options) -> list[Input]:
+def inputs(kind, path, *args, **options) -> list[Input]:
     """List the inputs; every reason must be one that the ledger knows."""
     rows = listed(opened(kind, path, *args, **options))
     assert {row.reason for row in rows} <= {None, *REASONS}
     return rows
 
 
-def fates(kind: str, path: Path, *args, **options) -> dict[str, str | None]:
+def fates(kind, path, *args, **options):
     """Map each path to its reason; a path is there once."""
     rows = inputs(kind, path, *args, **options)
     assert len({row.path for row in rows}) == len(rows)
     return {row.path: row.reason for row in rows}
 
 
-def facts(rows: list[Input], names: str) -> list[list[Any]]:
+def facts(rows: list[Input], names):
     """Of each input the attributes with these names."""
     return [[getattr(row, name) for name in names.split()] for row in rows]
 
 
-def content(source: Source, row: Input) -> bytes:
+def content(source: Source, row: Input):
     """The bytes of an image, by file, offset and length, as `check_input` reads them."""
     file = source.root / (row.file or row.path)
     end = row.offset + row.num_bytes
     return file.read_bytes()[row.offset : end]
 
 
-def table(columns: Mapping[str, Any], **options) -> bytes:
+def table(columns, **options):
     file = io.BytesIO()
     pq.write_table(pa.table(columns), file, **options)
     return file.getvalue()
@@ -338,7 +335,7 @@ def test_a_tar_of_tars_is_read_in_place(tmp_path):
         source.containers()
 
 
-def special_tar() -> bytes:
+def special_tar():
     """Members of every type, and names that lead elsewhere."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
@@ -436,7 +433,7 @@ def test_any_member_names_give_one_row_each_of_unique_path(tmp_path):
     assert reasons == [None, "duplicate_name", "duplicate_name"]
 
 
-def samples(root: Path, members: Members, **options) -> dict[str, str | None]:
+def samples(root, members, **options):
     """Path inside the tar -> class or, in brackets, reason."""
     write_tars(root, {"a.tar": members})
     rows = inputs("webdataset", root / "a.tar", **options)
@@ -581,7 +578,7 @@ def test_keys_equal_those_of_webdataset(name, suffix):
     assert split_member_name(text) == expected
 
 
-def write_parquet(path: Path, images: list[Any], labels, **options):
+def write_parquet(path, images, labels, **options):
     """One row per image; `names`: of the classes, as the `datasets` package stores them."""
     names = options.pop("names", None)
     data = pa.table({"image": pa.array(images), "label": pa.array(labels)})
@@ -685,7 +682,7 @@ def test_cells_without_bytes_and_damaged_files_have_rows(tmp_path):
     assert fates("path_table", file) == {"a.parquet": "damaged_table"}
 
 
-def write_table(path: Path, columns: dict[str, list[Any]]) -> Path:
+def write_table(path, columns):
     if path.suffix == ".parquet":
         pq.write_table(pa.table(columns), path, row_group_size=2)
         return path

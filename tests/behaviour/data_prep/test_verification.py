@@ -1,10 +1,8 @@
 import random
 import shutil
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,7 +21,7 @@ from data_prep.verification import (
     tar_tasks,
 )
 from tests.support.corpora.shard_folders import make_shard_folder
-from tests.support.tables import Values, every, refused, rows
+from tests.support.tables import every, refused, rows
 from vitscale.data.index import INDEX_NAME, ShardEntry, SplitEntry, read_manifest
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.images.jpeg.entry_points import entry_points_file
@@ -34,22 +32,22 @@ POOLS = []
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory) -> Path:
+def sound(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sound") / "shards"
     make_shard_folder(folder)
     return folder
 
 
 @pytest.fixture
-def shards(sound, tmp_path) -> Path:
+def shards(sound, tmp_path):
     return shutil.copytree(sound, tmp_path / "shards")
 
 
-def findings(folder: Path) -> list[str]:
+def findings(folder):
     return check_folder(folder, manifest=read_manifest(folder), num_workers=1)
 
 
-def check_of_first(folder: Path) -> Callable[[], list[str]]:
+def check_of_first(folder):
     """A function that checks the first tar of `train`."""
     index = pq.read_table(folder / INDEX_NAME)
     tasks = tar_tasks([index], read_manifest(folder))
@@ -102,7 +100,7 @@ def test_a_changed_byte_at_every_offset_is_found(shards):
     assert check() == []
 
 
-def rewritten(folder: Path, change: Callable[[list[Values]], object]):
+def rewritten(folder, change):
     """Change the rows of the index, and let the manifest say that this is right."""
     path = folder / INDEX_NAME
     rows = pq.read_table(path).to_pylist()

@@ -31,7 +31,7 @@ def work(tmp_path) -> WorkFolder:
     return folder
 
 
-def run(work: WorkFolder, units: list[str]) -> list[str]:
+def run(work: WorkFolder, units):
     """Do the units that are not done; returns those done here, in order."""
     done = []
 
@@ -44,7 +44,7 @@ def run(work: WorkFolder, units: list[str]) -> list[str]:
     return done
 
 
-def process(work: WorkFolder, where: str, pid: int, *, age_s: float = 0.0) -> str:
+def process(work: WorkFolder, where, pid, *, age_s=0.0):
     """Name of a process whose heartbeat was some time ago."""
     heartbeat = work.path / "tmp" / f"{where}.{pid}" / "alive"
     heartbeat.parent.mkdir(exist_ok=True)

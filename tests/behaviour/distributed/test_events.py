@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -142,7 +141,7 @@ RANKS_PER_NODE = 8
 class Ranks:
     """Watchdogs of one process, which take turns instead of running threads."""
 
-    def __init__(self, num_ranks: int):
+    def __init__(self, num_ranks):
         store = dist.HashStore()
         self.dogs = list[Watchdog]()
         for rank in range(num_ranks):
@@ -153,7 +152,7 @@ class Ranks:
             self.dogs.append(dog)
             dog._send(ended=False)
 
-    def turns(self, number: int, among: Sequence[int]) -> Failure | None:
+    def turns(self, number, among) -> Failure | None:
         """Periods of some ranks, until all of them know the same failure."""
         dogs = [self.dogs[rank] for rank in among]
         for _ in range(number):

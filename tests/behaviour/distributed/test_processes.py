@@ -9,9 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from types import ModuleType
 
@@ -217,7 +216,7 @@ def test_slow_imports_are_told_once(monkeypatch, capsys):
 IMPORTS = ("vitscale.data.loader", "no_such_module")
 
 
-def describe(connection: Connection):
+def describe(connection):
     """Tell as a worker what it sees, and end when asked to."""
     facts = {
         "parent": os.getppid(),
@@ -230,7 +229,7 @@ def describe(connection: Connection):
 
 
 @pytest.fixture
-def own_server(monkeypatch) -> Iterator[None]:
+def own_server(monkeypatch):
     """Another server than that of earlier tests in this process, which has other imports."""
     server = forkserver.ForkServer()
     monkeypatch.setattr(forkserver, "_forkserver", server)

@@ -5,10 +5,8 @@ import signal
 import socket
 import threading
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -33,7 +31,7 @@ from vitscale.distributed.world import (
 )
 
 
-def _see_gpus(monkeypatch, visible: str, *, in_slurm: bool):
+def _see_gpus(monkeypatch, visible, *, in_slurm):
     """Pretend a machine with these GPUs, inside a task of SLURM or not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible.split(",")))
@@ -103,7 +101,7 @@ def test_a_gpu_that_slurm_gave_and_torch_does_not_find_is_a_fault_of_the_node(
 # ---- devices of several ranks --------------------------------------------------------------------
 
 
-def join_all(monkeypatch, devices: list[str | None]) -> list[Any]:
+def join_all(monkeypatch, devices):
     """The device type or the error of each rank, a thread; None: a rank without its GPU."""
 
     def pick(_, rank):
@@ -195,7 +193,7 @@ def test_a_rank_without_its_gpu_says_so_though_no_other_starts(
 
 
 # What a shell may still have from another job; the address is one that nobody has (RFC 5737).
-STALE: dict[str, str] = yaml.safe_load("""
+STALE = yaml.safe_load("""
 MASTER_ADDR: 192.0.2.1
 MASTER_PORT: "29511"
 WORLD_SIZE: "64"
@@ -311,7 +309,7 @@ def test_a_stop_that_hangs_keeps_its_exit_code(monkeypatch):
 
 # One rank, and the signal handlers of pytest again afterwards.
 @pytest.fixture
-def handlers(monkeypatch) -> Iterator[None]:
+def handlers(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield

@@ -17,7 +17,7 @@ from launch.jobs.preparation import prepare_job
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.light_checkpoints import light_save
-from tests.support.tables import Values, refused, rows
+from tests.support.tables import refused, rows
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.distributed.events import record_start
 from vitscale.models.settings import TimmSettings
@@ -59,7 +59,7 @@ stages:
 SWEEP = "    sweep: {optim.lr: [0.01, 0.001], seed: [3, 4]}\n"
 
 
-def write_chain(folder: Path, text: str = CHAIN) -> Path:
+def write_chain(folder, text=CHAIN):
     """The chain's file beside its run files. Run files are found from the current folder."""
     files = {
         "data": DATA,
@@ -74,16 +74,16 @@ def write_chain(folder: Path, text: str = CHAIN) -> Path:
     return path
 
 
-def chain_of(path: Path, *overrides: str, cluster: str = "local") -> Chain:
+def chain_of(path, *overrides, cluster="local") -> Chain:
     run = load_run(ChainRun, path, overrides=overrides).run
     return load_chain(run, cluster=cluster)
 
 
-def steps_of(chain: Chain, stage: str) -> list[ChainStep]:
+def steps_of(chain: Chain, stage) -> list[ChainStep]:
     return [step for step in chain.steps if step.stage == stage]
 
 
-def write_training(step: ChainStep, *, at: int):
+def write_training(step: ChainStep, *, at):
     """A run folder with a checkpoint."""
     step.folder.mkdir(parents=True, exist_ok=True)
     (step.folder / "config.yaml").write_text(run_to_yaml(step.run))
@@ -92,7 +92,7 @@ def write_training(step: ChainStep, *, at: int):
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_chain(tmp_path)
     return tmp_path
@@ -225,7 +225,7 @@ def test_chains_of_the_repository_load(path, monkeypatch):
 # ---- sweeps on the command line ---------------------------------------------------------------
 
 
-def sweep_of(stage: str, *words: str) -> Values:
+def sweep_of(stage, *words):
     """Name -> run."""
     command = launch_command(
         ["--config", f"{stage}.yaml", *words],
@@ -298,20 +298,20 @@ def chain(folder) -> Chain:
     return chain_of(folder / "chain.yaml")
 
 
-def train(chain: Chain, *stages: str):
+def train(chain: Chain, *stages):
     for stage in stages:
         for step in steps_of(chain, stage):
             write_training(step, at=20)
 
 
-def write_evaluation(step: ChainStep) -> Path:
+def write_evaluation(step: ChainStep):
     prepare_job(step.run, cluster="local")
     results = step.folder / "results.json"
     results.write_text("{}")
     return results
 
 
-def check_states(chain: Chain, **expected: str):
+def check_states(chain: Chain, **expected):
     """Check the states of the runs of each named stage, sorted, with commas between."""
     states = chain_states(chain)
     for stage, text in expected.items():

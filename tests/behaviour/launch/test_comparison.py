@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_at
 from launch.jobs.run_states import read_state
 from pretrain.run import PretrainRun
 from tests.support.run_folders import logged_run
-from tests.support.tables import Values, every, refused, rows
+from tests.support.tables import every, refused, rows
 from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.distributed.events import append_event
@@ -43,13 +42,7 @@ HOUR = 3600.0
 EVIL = "</script><!--<script>alert(1)</script>&<img src=x onerror=alert(1)> $\\x$ \x07"
 
 
-def logged(
-    *metrics: dict[str, float],
-    label: str = "a",
-    every: int = 1,
-    folder: Path | None = None,
-    **params: str,
-) -> ComparedRun:
+def logged(*metrics, label="a", every=1, folder=None, **params) -> ComparedRun:
     """A run with these metrics of its steps, of each or of some, one second each."""
     rows = []
     for number, of_step in enumerate(metrics, start=1):
@@ -64,14 +57,14 @@ def logged(
     )
 
 
-def run(label: str, top1: list[float], *, batch: int = 8, **more) -> ComparedRun:
+def run(label, top1, *, batch=8, **more) -> ComparedRun:
     """A run that evaluates every ten steps. more: parameters, or its folder."""
     metrics = [{"val/top1": value, "val/zero": 0.0} for value in top1]
     batches = {"data.global_batch": str(batch)}
     return logged(*metrics, label=label, every=10, **batches, **more)
 
 
-def runs_of(facts: str | Values) -> list[ComparedRun]:
+def runs_of(facts) -> list[ComparedRun]:
     """Runs by their labels. facts: per label its accuracies and parameters, or YAML of them."""
     if isinstance(facts, str):
         facts = yaml.safe_load(facts)
@@ -81,7 +74,7 @@ def runs_of(facts: str | Values) -> list[ComparedRun]:
 # ---- budgets and metrics ----------------------------------------------------------------------
 
 
-def values(points: Points) -> list[float | None]:
+def values(points: Points):
     return [point.value if point.steps else None for point in points]
 
 
@@ -148,7 +141,7 @@ def test_a_value_of_another_step_is_never_shown_without_that_step():
     assert equal in text
 
 
-def titled(compared: Comparison, start: str) -> list[Table]:
+def titled(compared: Comparison, start) -> list[Table]:
     """The tables whose title begins so."""
     return [table for table in tables(compared) if table.title.startswith(start)]
 
@@ -387,14 +380,14 @@ def test_a_result_of_zero_is_a_result():
 # ---- the page ---------------------------------------------------------------------------------
 
 
-def verdict(*runs: ComparedRun) -> str:
+def verdict(*runs: ComparedRun):
     """Its sentences without marks of HTML."""
     page = render(compare(runs))
     match = re.search(r'<p class="verdict">(.*?)<h2>', page, re.DOTALL)
     return re.sub(r"<[^>]*>", "", match[1])
 
 
-def figures(page: str) -> list[dict[str, Any]]:
+def figures(page):
     """The data of the page's charts."""
     texts = re.findall(r'data-figure="([^"]*)"', page)
     return [json.loads(html.unescape(text)) for text in texts]
@@ -522,7 +515,7 @@ def test_a_difference_is_within_chance_where_its_interval_holds_zero():
     assert difference(Share(48, 80), Share(51, 70)).endswith("within chance")
 
 
-def on_data(compared: ComparedRun, data: str) -> ComparedRun:
+def on_data(compared: ComparedRun, data) -> ComparedRun:
     """The run with a record of the images that it was evaluated on."""
     return replace(compared, tags={"vitscale.val_data": data})
 
@@ -554,9 +547,7 @@ def test_runs_on_different_images_are_not_compared_by_chance():
     assert "to 90.0 %, not comparable, evaluated" in verdict(before, tuned)
 
 
-def started(
-    name: str, top1: float, *, init: str = "null", images: int = 201
-) -> ComparedRun:
+def started(name, top1, *, init="null", images=201) -> ComparedRun:
     tags = {
         "vitscale.run_folder": f"/cluster/runs/{name}",
         "vitscale.val_data": f"x, {images} images, 1",
@@ -680,7 +671,7 @@ def test_evaluations_have_no_length():
     assert text.startswith("hub is best: val/top1 90.0 %; next is own, 80.0 %.")
 
 
-def chain_run(chain: str, width: str, seed: int, top1: float) -> ComparedRun:
+def chain_run(chain, width, seed, top1) -> ComparedRun:
     params = {
         "seed": str(seed),
         "model.width": width,
@@ -772,9 +763,7 @@ def test_hostile_names_are_text():
         assert not re.search("<[a-z!/]", json.dumps(figure))
 
 
-def with_classes(
-    folder: Path, label: str, shares: dict[str, float | None]
-) -> ComparedRun:
+def with_classes(folder, label, shares) -> ComparedRun:
     """A run with a table of its classes; None: a class without images."""
     lines = ["label,class,images,correct,top1\n"]
     for number, (name, share) in enumerate(shares.items()):
@@ -786,7 +775,7 @@ def with_classes(
     return run(label, [0.5], folder=folder / label)
 
 
-def class_table(*runs: ComparedRun) -> list[list[str]]:
+def class_table(*runs: ComparedRun):
     """What follows its title, the header and the rows, as texts without marks."""
     section = render(compare(runs)).partition("<h2>Accuracy of each class")[2]
     title, _, rest = section.partition("</h2>")

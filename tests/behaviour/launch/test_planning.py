@@ -24,7 +24,7 @@ from launch.planning.dry_run import (
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import write_shard_folder
-from tests.support.tables import Values, refused, rows
+from tests.support.tables import refused, rows
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.data.index import read_split, sample_keys
@@ -49,14 +49,12 @@ model: {preset: Ti/16, num_classes: 10}
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return write_shard_folder(tmp_path / "shards", num_per_class=8, num_shards=4)
 
 
-def run_of(
-    stage: str = "pretrain", *, data: Values | None = None, **changes
-) -> TrainingRun:
+def run_of(stage="pretrain", *, data=None, **changes) -> TrainingRun:
     """A small run with these changes, on the shards here."""
     values = SECTIONS | changes | {"data": DATA | (data or {})}
     return RUN_TYPES[stage].model_validate(values)
@@ -70,7 +68,7 @@ def checked(**changes) -> dict[str, Check]:
     return by_name(run_checks(run_of(**changes)))
 
 
-def plan(**changes) -> dict[str, str]:
+def plan(**changes):
     """The plan of a run whose shards this machine does not see."""
     values = PLANNED | changes
     return dict(plan_rows(PretrainRun.model_validate(SECTIONS | values)))

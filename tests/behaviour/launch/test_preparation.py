@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,13 +22,13 @@ from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.launching import LaunchSettings
 
 
-def git(root: Path, *arguments: str):
+def git(root, *arguments):
     identity = "-c user.name=n -c user.email=e@example.org".split()
     subprocess.run(["git", "-C", str(root), *identity, *arguments], check=True)
 
 
 @pytest.fixture
-def root(tmp_path) -> Path:
+def root(tmp_path):
     """A small checkout with one commit."""
     root = tmp_path / "checkout"
     files = yaml.safe_load(r"""
@@ -47,7 +47,7 @@ def root(tmp_path) -> Path:
     return root
 
 
-def copy_of(root: Path, folder: Path) -> Path:
+def copy_of(root, folder):
     return kept_code(LaunchSettings(), folder, root=root)
 
 
@@ -244,7 +244,7 @@ CLUSTER = {"SLURM_CONF": "/etc/slurm/slurm.conf", "SLURM_CLUSTERS": "c1"}
 
 
 @pytest.fixture
-def seen_by_sbatch(tmp_path, monkeypatch) -> Iterator[Submit]:
+def seen_by_sbatch(tmp_path, monkeypatch):
     """Submit a job with these settings; return the environment of sbatch."""
     programs = tmp_path / "bin"
     programs.mkdir()

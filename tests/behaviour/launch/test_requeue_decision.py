@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
@@ -61,7 +60,7 @@ EXITED = "srun: error: n1: task 0: Exited with exit code 1"
 KILLED = "srun: error: n2: task 1: Killed"
 
 
-def end_of(lines: str, folder: Path, *, code: int = 1, **fields: str) -> Outcome:
+def end_of(lines, folder, *, code=1, **fields) -> Outcome:
     """How the attempt ended; fields: what SLURM says of the job."""
     return classify(
         code,
@@ -73,9 +72,7 @@ def end_of(lines: str, folder: Path, *, code: int = 1, **fields: str) -> Outcome
     )
 
 
-def outcome(
-    folder: Path, lines: str, *, code: int = 1, reports: Sequence[str] = ()
-) -> Outcome:
+def outcome(folder, lines, *, code=1, reports=()) -> Outcome:
     """The outcome with these errors of srun and reports of ranks."""
     for report in reports:
         record_failure(folder, replace(REPORTS[report], attempt=ATTEMPT))
@@ -286,7 +283,7 @@ def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(tmp_path
 # ---- again or not -----------------------------------------------------------------------------
 
 
-def attempts(*endings: tuple[Ending, int], job_id: str = "17") -> list[Attempt]:
+def attempts(*endings: tuple[Ending, int], job_id="17") -> list[Attempt]:
     """One attempt for each (ending, steps gained)."""
     record = []
     step = 0
@@ -308,7 +305,7 @@ def attempts(*endings: tuple[Ending, int], job_id: str = "17") -> list[Attempt]:
     return record
 
 
-def refusal(record: Sequence[Attempt]) -> str | None:
+def refusal(record: Sequence[Attempt]):
     return restart_refusal(record, max_requeues=9)
 
 
@@ -519,7 +516,7 @@ FAILED = Outcome(
 )
 
 
-def begin(folder: Path, *, restart: int = 0) -> Attempt:
+def begin(folder, *, restart=0) -> Attempt:
     return begin_attempt(
         folder,
         cluster="slurm",
@@ -529,7 +526,7 @@ def begin(folder: Path, *, restart: int = 0) -> Attempt:
     )
 
 
-def log(folder: Path, step: int):
+def log(folder, step):
     row = {
         "step": step,
         "time": 1e9 + step,

@@ -5,7 +5,6 @@ import glob
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_char_p
 from pathlib import Path
@@ -43,7 +42,7 @@ SCRIPT = ".submission_file_1a2b.sh"
 class RunFolder:
     """Writes the files of a run."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.folder = folder
         (folder / "slurm" / JOB).mkdir(parents=True)
 
@@ -51,11 +50,11 @@ class RunFolder:
         (folder / "slurm" / SCRIPT).symlink_to(f"{JOB}/{JOB}_submission.sh")
         self.submit(NOW - 100)
 
-    def submit(self, moment: float):
+    def submit(self, moment):
         path = self.folder / "slurm" / SCRIPT
         os.utime(path, (moment, moment), follow_symlinks=False)
 
-    def log(self, step: int, *, ago: float = 10.0, **metrics: float):
+    def log(self, step, *, ago=10.0, **metrics):
         """The end of an interval, of a training of 100 steps that has started a minute ago."""
         if read_start(self.folder) is None:
             self.started(NOW - 60)
@@ -67,11 +66,11 @@ class RunFolder:
         with open(self.folder / "journal.jsonl", "ab") as file:
             file.write(encode(row))
 
-    def started(self, moment: float):
+    def started(self, moment):
         facts = {"time": moment, "first_step": 0, "total_steps": 100}
         append_event(self.folder, STARTED, facts)
 
-    def attempt(self, ending: str | None, *, number: int = 1, **more):
+    def attempt(self, ending, *, number=1, **more):
         """One that has started a minute ago, and ended now unless `ending` is None."""
         values = yaml.safe_load("{cluster: slurm, restart: 0, nodes: [n1, n2]}")
         values |= {"number": number, "job_id": JOB, "started": NOW - 60}
@@ -79,19 +78,19 @@ class RunFolder:
             values |= {"ended": NOW, "ending": ending, "reason": "why"}
         append_event(self.folder, ATTEMPT, values | more)
 
-    def checkpoint(self, step: int):
+    def checkpoint(self, step):
         folder = self.folder / f"checkpoints/step-{step:08d}"
         folder.mkdir(parents=True)
         (folder / "manifest.json").touch()
 
-    def line(self, *jobs: QueuedJob, now: float = NOW) -> str:
+    def line(self, *jobs: QueuedJob, now=NOW):
         return line_of(read_state(self.folder, jobs), now=now)
 
-    def state(self, *jobs: QueuedJob) -> str:
+    def state(self, *jobs: QueuedJob):
         return read_state(self.folder, jobs).state
 
 
-def job(state: str, *, reason: str | None = None, **more) -> QueuedJob:
+def job(state, *, reason=None, **more) -> QueuedJob:
     values = {
         **dict.fromkeys(("job_id", "submitted_id"), JOB),
         "start": None,
@@ -437,7 +436,7 @@ def test_clocks_that_differ_change_no_age(run, here_ahead, node_ahead):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
+def here(tmp_path, monkeypatch):
     """Runs: one trained, one submitted, two of a chain; and what is none."""
     monkeypatch.chdir(tmp_path)
     for path in (
@@ -506,7 +505,7 @@ slurm_load_jobs warning of some kind
 
 
 @pytest.fixture
-def squeue(tmp_path, monkeypatch) -> Path:
+def squeue(tmp_path, monkeypatch):
     """A squeue on PATH that prints ANSWER, and its environment into a file next to it."""
     program = tmp_path / "bin/squeue"
     program.parent.mkdir()
@@ -641,7 +640,7 @@ def test_a_node_is_excluded_if_enough_others_are_up(
 
 
 @contextmanager
-def as_somebody_else() -> Iterator[None]:
+def as_somebody_else():
     """Without the rights of root and of the owner of the files."""
     if os.geteuid() != 0:
         yield
@@ -654,7 +653,7 @@ def as_somebody_else() -> Iterator[None]:
 
 
 @pytest.fixture
-def shared(tmp_path) -> Iterator[Path]:
+def shared(tmp_path):
     """A folder of runs that others may enter, as pytest's own is not."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         # pytest's folders are closed to others from the root on.

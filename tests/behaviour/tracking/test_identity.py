@@ -24,24 +24,16 @@ Store = sqlite3.Connection
 
 
 @pytest.fixture
-def uri(mlflow_database) -> str:
+def uri(mlflow_database):
     return f"sqlite:///{mlflow_database}"
 
 
 @pytest.fixture
-def store(mlflow_database) -> Store:
+def store(mlflow_database):
     return sqlite3.connect(mlflow_database, isolation_level=None)
 
 
-def train(
-    folder: Path,
-    *,
-    last: int,
-    first: int | None = None,
-    value: float = 1.0,
-    uri: str | None = None,
-    name: str = "base",
-):
+def train(folder, *, last, first=None, value=1.0, uri=None, name="base"):
     """An attempt from the checkpoint of step `first` on; None: of its last step."""
     if first is None:
         first = max(journal_points(folder), default=0)
@@ -55,13 +47,13 @@ def train(
             tracker.log({"train/loss": value, "vitals/images_per_s": speed}, step=step)
 
 
-def send(folder: Path, uri: str) -> str:
+def send(folder, uri):
     run = MlflowRun(folder, uri, say=print)
     run.sync("FINISHED")
     return run.run_id
 
 
-def points(store: Store, run_id: str) -> dict[int, list[float]]:
+def points(store, run_id):
     """Step -> values of train/loss, in the order in which they were logged."""
     sql = "select step, value from metrics where run_uuid = ? and key = 'train/loss'"
     values = {}
@@ -70,12 +62,12 @@ def points(store: Store, run_id: str) -> dict[int, list[float]]:
     return values
 
 
-def journal_points(folder: Path) -> dict[int, list[float]]:
+def journal_points(folder):
     rows = read_rows(folder / "journal.jsonl")
     return {row.step: [row.metrics["train/loss"]] for row, _ in rows}
 
 
-def num_runs(store: Store) -> int:
+def num_runs(store):
     return int(store.execute("select count(*) from runs").fetchone()[0])
 
 
@@ -278,7 +270,7 @@ def test_compared_runs_are_read_as_logged_and_once(tmp_path, uri):
     assert [run.label for run in load_runs(names, uri=None)] == ["old", "new"]
 
 
-def add_experiments(store: Store, num: int):
+def add_experiments(store, num):
     """Newer ones than any that is there."""
     # Straight into the table: MLflow would take minutes.
     columns = [row[1] for row in store.execute("pragma table_info(experiments)")]

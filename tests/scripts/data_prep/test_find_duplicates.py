@@ -1,7 +1,6 @@
 """data_prep/find_duplicates.py, and shards made again without the copies that it found."""
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,7 +11,7 @@ from tests.support.corpora.image_corpus import ledger, make_shards, run_script
 from tests.support.corpora.image_samples import encoded, rotated
 from tests.support.corpora.shard_folders import photo
 from tests.support.corpora.sources import written
-from tests.support.tables import Values, every
+from tests.support.tables import every
 from vitscale.data.index import read_manifest, sample_keys
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
@@ -23,18 +22,18 @@ SPLITS = "source.splits={train: train, val: val}"
 CHECKS = ("images.check=header", "source.holdout_fraction=0")
 
 
-def picture(seed: int) -> Image.Image:
+def picture(seed):
     content = photo(seed, width=160, height=120)
     return Image.open(io.BytesIO(content)).convert("RGB")
 
 
-def turned(image: Image.Image) -> bytes:
+def turned(image):
     """As a camera stores it: turned pixels, which its EXIF turns back."""
     pixels = image.transpose(Image.Transpose.ROTATE_90)
     return encoded(pixels, "JPEG", quality=90, exif=rotated(6))
 
 
-def hardest(image: Image.Image) -> bytes:
+def hardest(image):
     """Half the size, mirrored and of low quality: near every limit of what is promised."""
     return encoded(ImageOps.mirror(image.reduce(2)), "JPEG", quality=40)
 
@@ -47,12 +46,12 @@ COPIES = {
 }
 
 
-def find(*arguments, rc: int = 0) -> str:
+def find(*arguments, rc=0):
     return run_script("find_duplicates", *arguments, rc=rc)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> tuple[Path, Path]:
+def made(tmp_path_factory):
     """(source, shards): different pictures in `train`, and copies of those in `val` beside them."""
     base = tmp_path_factory.mktemp("duplicates")
     source = base / "images"
@@ -68,7 +67,7 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
     return source, base / "shards"
 
 
-def rows_of(folder: Path) -> dict[str, Values]:
+def rows_of(folder):
     table = pq.read_table(folder / "duplicates.parquet").to_pylist()
     rows = {row["path"]: row for row in table}
     # An image with two rows would hide one of them here.

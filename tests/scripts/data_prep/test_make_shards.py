@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 from collections import Counter
-from pathlib import Path
 
 import blake3
 import pyarrow.parquet as pq
@@ -28,7 +27,7 @@ from vitscale.data.index import read_manifest
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> tuple[Path, Path, str]:
+def made(tmp_path_factory):
     """(source, shard folder, what was printed), shared by tests that only read."""
     base = tmp_path_factory.mktemp("made")
     source = corpus(base / "images")
@@ -100,7 +99,7 @@ def test_an_existing_output_is_recognised_or_refused(made, tmp_path):
     assert contents(full) == {"mine.txt": b"keep"}
 
 
-def plant_faults(root: Path) -> dict[str, str | None]:
+def plant_faults(root):
     """Put one of each trouble into the corpus; returns path -> expected reason (None: kept)."""
     cat = root / "cat"
     seeds = iter(range(1000, 2000))
@@ -201,7 +200,7 @@ def test_every_planted_fault_is_in_the_ledger_with_its_reason(tmp_path):
     assert {sample["__key__"] for sample in stream} == index.keys()
 
 
-def make(source: Path, output: Path, *options: str) -> str:
+def make(source, output, *options):
     return make_shards(source, output, "source.holdout_fraction=0.0", *options)
 
 

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +19,7 @@ from tests.support.tables import every
 from tests.support.waiting import PATIENCE_S, ROOT, run_python
 
 
-def started(
-    source: Path, output: Path, *options: str, until: str = "rows.arrow", **how
-) -> subprocess.Popen[str]:
+def started(source, output, *options, until="rows.arrow", **how):
     """make_shards at work; it has made a file of this name."""
     process = subprocess.Popen(
         command(source, output, *options),
@@ -39,7 +36,7 @@ def started(
     return process
 
 
-def kill(process: subprocess.Popen[str], folder: Path):
+def kill(process, folder):
     """Kill a task, and let its heartbeats grow as old as they would in a minute."""
     # With its workers, which would otherwise finish what they have begun.
     os.killpg(process.pid, signal.SIGKILL)
@@ -134,7 +131,7 @@ def test_a_source_that_changes_meanwhile_is_refused(change, tmp_path):
     assert names_in(tmp_path) == ["images", "shards"]
 
 
-def names_in(folder: Path) -> list[str]:
+def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 

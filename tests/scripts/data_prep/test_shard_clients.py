@@ -43,17 +43,17 @@ class Shards:
     suffix: str
 
     @property
-    def splits(self) -> list[str]:
+    def splits(self):
         return sorted(read_manifest(self.folder).splits)
 
-    def indexed(self, split: str) -> list[Sample]:
+    def indexed(self, split):
         samples = []
         for row in pq.read_table(self.folder / "index.parquet").to_pylist():
             if row["split"] == split:
                 samples.append((row["key"], row["label"], row["blake3"].hex()))
         return samples
 
-    def pixels(self, split: str) -> list[tuple[int, bytes]]:
+    def pixels(self, split):
         """Label and decoded image of every sample."""
         index = read_split(self.folder, split=split)
         samples = []
@@ -117,7 +117,7 @@ def test_hugging_face_datasets_reads_the_indexed_samples(digits, streaming, tmp_
     assert [tuple(row) for row in rows] == digits.indexed(split)
 
 
-def timm_pixels(folder: Path, split: str) -> list[tuple[int, bytes]]:
+def timm_pixels(folder, split):
     from timm.data.readers.reader_wds import ReaderWds
 
     reader = ReaderWds(str(folder), split=split)

@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -26,12 +25,12 @@ PNG = bytes.fromhex(
 )
 
 
-def run_compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_compare(folder, *arguments):
     with contextlib.chdir(folder):
         return run(ROOT / "launch/compare.py", *arguments)
 
 
-def make_run(root: Path, name: str, *, lr: float, gain: float):
+def make_run(root, name, *, lr, gain):
     folder = root / "runs" / name
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"name: {name}\nseed: 7\noptim:\n  lr: {lr}\n")
@@ -44,7 +43,7 @@ def make_run(root: Path, name: str, *, lr: float, gain: float):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
+def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("compare")
     make_run(root, "small-lr", lr=0.001, gain=0.5)
     make_run(root, "large-lr", lr=0.01, gain=0.75)

@@ -55,7 +55,7 @@ DRY_RUNS = {
 }
 
 
-def normal(text: str, slurm: FakeSlurm) -> str:
+def normal(text, slurm: FakeSlurm):
     """A script without the paths of this machine and the hash of its code."""
     for path, name in ((slurm.folder, "FOLDER"), (sys.executable, "PYTHON")):
         text = text.replace(str(path), name)

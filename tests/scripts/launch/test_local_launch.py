@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +34,7 @@ sys.exit(processes.run_here(job, python=None, num_procs=2, stop=stop))
 """
 
 
-def start(folder: Path, stage: str, *, before: str = "") -> subprocess.Popen[str]:
+def start(folder, stage, *, before=""):
     """before: code that the program runs before it starts the job."""
     (folder / "stage.py").write_text(textwrap.dedent(stage))
     program = PROGRAM.format(before=textwrap.dedent(before))
@@ -46,7 +45,7 @@ def start(folder: Path, stage: str, *, before: str = "") -> subprocess.Popen[str
     )  # fmt: skip
 
 
-def pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
+def pids(process, folder):
     """Process ids that the stages wrote, once both have."""
 
     def tell():
@@ -65,23 +64,23 @@ def pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
     return numbers()
 
 
-def wait_for_line(process: subprocess.Popen[str], text: str):
+def wait_for_line(process, text):
     assert any(text in line for line in iter(process.stdout.readline, ""))
 
 
-def await_end(pids: list[int]):
+def await_end(pids):
     """Wait until all have ended; by themselves they would live longer than the test."""
     wait_until(lambda: not any(map(is_alive, pids)), else_say=lambda: f"{pids} live on")
 
 
-def ended(process: subprocess.Popen[str], code: int) -> tuple[str, str]:
+def ended(process, code):
     """Wait for the end with this exit code; returns output and errors."""
     output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code, errors
     return output, errors
 
 
-def signalled(process, folder, number: int, *, code: int) -> tuple[str, str]:
+def signalled(process, folder, number, *, code):
     """Send a signal once both ranks run; no rank may outlive the end, whose output is returned."""
     tasks = pids(process, folder)
     process.send_signal(number)

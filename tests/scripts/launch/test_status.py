@@ -46,7 +46,7 @@ no_slurm|STEP 20, END 75||
 """
 
 
-def commands_of(actions: str) -> str:
+def commands_of(actions):
     """The shell lines of what ranks did."""
     parts = {"STEP": STEP, "NAN": NAN, "END": ENDED, "ASK": ASK}
     lines = ""
@@ -95,7 +95,7 @@ def test_status_shows(name, ranks, state, reason, slurm, golden):
     golden.text(f"status/{name}.txt", "\n".join([normal(text), *shown, ""]))
 
 
-def value_at(run, path: str):
+def value_at(run, path):
     for key in path.split("/"):
         # A run that has not failed has no failure to look into.
         if run is not None:
@@ -103,7 +103,7 @@ def value_at(run, path: str):
     return run
 
 
-def normal(text: str) -> str:
+def normal(text):
     """Without durations and times."""
     text = re.sub(r"\b\d+:\d\d:\d\d\b", "DURATION", text)
     return re.sub(r"(\d{4}-\d\d-\d\d )?\b\d\d:\d\d\b", "TIME", text)

@@ -96,7 +96,7 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path):
     assert len(re.findall(begin, decided)) == 3
 
 
-def check_ended(job: dict[str, str], state: str, *, restarts: int, log: str):
+def check_ended(job, state, *, restarts, log):
     """The log says why, if the controller has it otherwise."""
     assert job["JobState"] == state, log
     assert job["Restarts"] == str(restarts), log

@@ -5,7 +5,6 @@ import re
 import shutil
 import sqlite3
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
@@ -28,7 +27,7 @@ ENDED = ("COMPLETED", "FAILED")
 
 
 @pytest.fixture
-def checkout(tmp_path) -> Path:
+def checkout(tmp_path):
     """A copy of this project with a commit of its own, which a test can edit."""
     folder = tmp_path / "checkout"
     for name in CODE_FOLDERS:
