@@ -86,8 +86,9 @@ def refusal(tmp_path, path, **sections):
 
 # ---- classes -------------------------------------------------------------------------------------
 
+
 # A class of train, one of val that train lacks, and what the error says.
-UNSEEN = r"""
+@rows(r"""
 - [name, other, message]
 - [dog, dogs, train has 'dog']
 - [dog, Dog, train has 'dog']
@@ -102,10 +103,7 @@ UNSEEN = r"""
 - [dog, "dog\u200f", look like]
 - [dog, "\ufeffcow", cannot be seen]
 - [dog, "\ufeffdog", look like '\\ufeffdog']
-"""
-
-
-@rows(UNSEEN)
+""")
 def test_a_class_that_training_never_sees_is_refused(name, other, message, tmp_path):
     images = {
         "train/ant": 2,

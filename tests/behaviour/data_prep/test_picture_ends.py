@@ -137,7 +137,8 @@ def keyed_png(samples, key, *, interlaced):
 
 
 # High and low byte of the key: different, equal, and at both ends.
-KEYS = """
+@every(channels="1, 3", interlaced="false, true")
+@rows("""
 - [high, low]
 - [0x12, 0x34]
 - [0x40, 0x40]
@@ -145,11 +146,7 @@ KEYS = """
 - [0xFF, 0xFF]
 - [0x80, 0x00]
 - [0x00, 0x80]
-"""
-
-
-@every(channels="1, 3", interlaced="false, true")
-@rows(KEYS)
+""")
 def test_16_bit_colours_are_compared_in_16_bits(high, low, channels, interlaced):
     """The PNG specification, 11.3.2.1: all 16 bits count."""
     key = high << 8 | low

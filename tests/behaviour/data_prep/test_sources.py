@@ -84,8 +84,10 @@ CONTENTS = {
     "quote.tsv": b'image\tx\tlabel\n1\ty\ta\n2\t"y\tb\n3\ty" z\tc\n',
     "quote.csv": b'image,label,x\n1,a,y\n2,"b,y\n3,c,y\n4,d",y\n',
 }
+
+
 # Files below the source, its settings, and the message: of folders, of tars, of columns, of tables.
-REFUSED = r"""
+@rows(r"""
 - [kind, files, path, options, message]
 - [image_folder, a/c/1.jpg, "", {splits: {test: b}}, "test.*no such folder"]
 - [image_folder, a/c/1.jpg, a, {splits: {test: ../a}}, "test.*is outside"]
@@ -128,10 +130,7 @@ REFUSED = r"""
 - [path_table, t.csv, "", {}, is not a table]
 - [path_table, a.txt, a.txt, {}, ": no tables"]
 - [path_table, t.csv, gone, {}, "source.path: .*no such"]
-"""
-
-
-@rows(REFUSED)
+""")
 def test_unusable_sources_are_refused_in_one_message(
     kind, files, path, options, message, tmp_path
 ):

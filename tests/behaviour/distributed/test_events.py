@@ -143,7 +143,7 @@ class Ranks:
 
     def __init__(self, num_ranks):
         store = dist.HashStore()
-        self.dogs = list[Watchdog]()
+        self.dogs = []
         for rank in range(num_ranks):
             # The name of each rank's node, as joining writes it.
             store.set(f"{HERE}/{rank}", f"n{rank // RANKS_PER_NODE}")

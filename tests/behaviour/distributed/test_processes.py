@@ -34,8 +34,9 @@ from vitscale.distributed.processes import (
     threads_per_rank,
 )
 
+
 # Ranks of the node, variables, and the threads of each.
-THREADS = """
+@rows("""
 - [local_ranks, environment, threads]
 - [1, {}, 8]
 - [2, {}, 4]
@@ -51,10 +52,7 @@ THREADS = """
 - [1, {OMP_NUM_THREADS: "-1"}, 8]
 - [1, {OMP_NUM_THREADS: "²"}, 8]
 - [1, {OMP_NUM_THREADS: "0"}, 1]
-"""
-
-
-@rows(THREADS)
+""")
 def test_ranks_share_the_cores_of_a_node(
     monkeypatch, local_ranks, environment, threads
 ):
@@ -91,7 +89,7 @@ def test_a_free_port_is_none_that_other_sockets_get():
 
 
 # What a rank does, its exit code, and the end of what it says.
-ENDINGS = r"""
+@rows(r"""
 - [ending, exit_code, text]
 - [pass, 0, ""]
 - [raise SystemExit, 0, ""]
@@ -121,10 +119,7 @@ ENDINGS = r"""
 - [raise StorageError('disk full'), 74, "error:\ndisk full\n"]
 - [raise DivergedError('loss is NaN'), 76, "error:\nloss is NaN\n"]
 - [raise KeyError('lost'), 1, "KeyError: 'lost'\n"]
-"""
-
-
-@rows(ENDINGS)
+""")
 def test_rank_script_exits_with_its_code_and_output(ending, exit_code, text):
     # A thread that never ends, buffered output, and an object that aborts teardown.
     code = f"""

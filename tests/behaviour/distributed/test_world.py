@@ -136,7 +136,7 @@ def test_ranks_with_devices_of_one_type_join(monkeypatch, devices):
 
 
 # Which rank is unlike most of the others, and what it says.
-ODD_DEVICES = """
+@rows("""
 - [devices, odd, text]
 - [[cuda, cuda, null], 2, local rank 2 has no GPU]
 - [[null, cuda, cuda], 0, local rank 0 has no GPU]
@@ -148,10 +148,7 @@ ODD_DEVICES = """
 - [[cuda, cpu], 1, engine.device=auto is cpu here]
 - [[cuda, null, cuda, null], 1, local rank 1 has no GPU]
 - [[null, cpu], 0, local rank 0 has no GPU]
-"""
-
-
-@rows(ODD_DEVICES)
+""")
 def test_every_rank_names_the_one_whose_device_is_unlike_the_others(
     monkeypatch, devices, odd, text
 ):
@@ -246,7 +243,7 @@ def test_a_launcher_is_obeyed(monkeypatch, capsys):
 
 
 # Empty, no number, outside the world, a digit of Unicode; then the address of a service.
-NO_RANKS = """
+@rows("""
 - [changes, name]
 - [{RANK: ''}, RANK]
 - [{RANK: one}, RANK]
@@ -258,10 +255,7 @@ NO_RANKS = """
 - [{LOCAL_RANK: x}, LOCAL_RANK]
 - [{MASTER_PORT: 'tcp://10.0.0.1:29500'}, MASTER_PORT]
 - [{MASTER_PORT: '65536'}, MASTER_PORT]
-"""
-
-
-@rows(NO_RANKS)
+""")
 def test_variables_that_name_no_rank_are_one_error(monkeypatch, changes, name):
     """A container's orchestrator sets some of them for services of the same name."""
     monkeypatch.setattr(os, "environ", {**STALE, "RANK": "9", **changes})

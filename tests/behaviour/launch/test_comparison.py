@@ -497,18 +497,6 @@ def test_with_a_budget_its_step_decides():
     assert "At equal cost, " not in page.partition("<h2>")[0]
 
 
-# The share of the better and of the other run, images, and what is said. Newcombe 1998, table II,
-# has 0.0524 to 0.3339 for 56 of 70 and 48 of 80, which only differ by more than chance.
-CHANCE = """
-- [better, other, images, text]
-- [0.70647, 0.69154, 201, "3 of 201 images: within chance"]
-- [0.99, 0.5, 100, "49 of 100 images: more than chance"]
-- [0.8, 0.8, 50, "0 of 50 images: within chance"]
-- [1.0, 0.9, 20, "2 of 20 images: within chance"]
-- [0.502, 0.498, "1,000,000", "4,000 of 1,000,000 images: more than chance"]
-"""
-
-
 def test_a_difference_is_within_chance_where_its_interval_holds_zero():
     # Newcombe's pair, and one with five fewer right.
     assert difference(Share(48, 80), Share(56, 70)).endswith("more than chance")
@@ -520,7 +508,16 @@ def on_data(compared: ComparedRun, data) -> ComparedRun:
     return replace(compared, tags={"vitscale.val_data": data})
 
 
-@rows(CHANCE)
+# The share of the better and of the other run, images, and what is said. Newcombe 1998, table II,
+# has 0.0524 to 0.3339 for 56 of 70 and 48 of 80, which only differ by more than chance.
+@rows("""
+- [better, other, images, text]
+- [0.70647, 0.69154, 201, "3 of 201 images: within chance"]
+- [0.99, 0.5, 100, "49 of 100 images: more than chance"]
+- [0.8, 0.8, 50, "0 of 50 images: within chance"]
+- [1.0, 0.9, 20, "2 of 20 images: within chance"]
+- [0.502, 0.498, "1,000,000", "4,000 of 1,000,000 images: more than chance"]
+""")
 def test_the_verdict_says_what_chance_explains(better, other, images, text):
     one = run("a", [better])
     two = run("b", [other])

@@ -168,16 +168,13 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path):
 
 # Every loader process needs a tar of its own, and there are four. The processes are ranks times
 # workers, or ranks where there is no worker.
-TARS = """
+@rows("""
 - [tasks, nodes, workers, refused]
 - [1, 1, 4, null]
 - [4, 1, 0, null]
 - [2, 1, 3, "fewer tars (4) than loader processes (6 = "]
 - [1, 1-8, 2, "fewer tars (4) than loader processes (16 = "]
-"""
-
-
-@rows(TARS)
+""")
 def test_tars_without_an_index_are_enough_for_the_loader_processes(
     tasks, nodes, workers, refused
 ):
@@ -194,17 +191,14 @@ def test_tars_without_an_index_are_enough_for_the_loader_processes(
 
 # A share of the batch with no divisor near the largest micro-batch runs in tiny ones; then batches
 # are named that do better. The last two rows divide well.
-SHARES = """
+@rows("""
 - [batch, tasks, nodes, parts]
 - [4020, 60, 1, [only 1 of the 64 images, 3960 (33 images) or 4080 (34 images)]]
 - [4288, 32, 1, [only 2 of the 64 images, 4224 (44 images) or 4320 (45 images)]]
 - [4288, 1, 1-32, [the 134 images of each of 32 ranks, 'small on 16, 8, 4 nodes']]
 - [4096, 64, 1, []]
 - [4020, 67, 1, []]
-"""
-
-
-@rows(SHARES)
+""")
 def test_a_share_that_cannot_be_divided_well_is_a_warning(batch, tasks, nodes, parts):
     row = checked(
         data={"global_batch": batch},
@@ -270,7 +264,7 @@ def test_damaged_shards_are_named(folder):
 
 
 # Settings, the check that they fail, its result, and what it says.
-UNFIT = """
+@rows("""
 - [changes, row, result, expected]
 - [{launch: {nodes: 4}}, loader, warning, 4 shards for 4 rank(s) x 2]
 - [{data: {global_batch: 32}}, loader, warning, 16 samples are less than one batch]
@@ -283,10 +277,7 @@ UNFIT = """
   - t.pth does not exist here
 - [{output: file/run}, disk, error, cannot write to]
 - [{model: {preset: H/14, depth: 147456}}, disk, error, TB needed]
-"""
-
-
-@rows(UNFIT)
+""")
 def test_what_does_not_fit_is_named(
     folder,
     changes,

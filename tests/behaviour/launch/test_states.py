@@ -275,8 +275,11 @@ def test_several_runs_are_ordered_and_counted(run):
 
 # ---- what must be done -------------------------------------------------------------------------
 
+LIBRARIES = ("/usr/lib/*/slurm-wlm/libslurmfull.so", "/usr/lib*/slurm/libslurmfull.so")
+
+
 # State, reason as squeue prints it, and what to do: by slurm.schedmd.com/job_reason_codes.html.
-TO_DO = """
+@lines("""
 state|reason|to_do
 PENDING|JobHeldUser|next: `scontrol release 4711`
 PENDING|job requeued in held state|next: `scontrol release 4711`
@@ -319,34 +322,7 @@ SUSPENDED||goes on by itself; an administrator: `scontrol resume 4711`
 STOPPED||next: `scancel --signal=CONT 4711`
 CONFIGURING||it starts by itself
 COMPLETING|NonZeroExitCode|an administrator: `scontrol update nodename=NODE state=down
-"""
-# How the last attempt ended, what SLURM says of the job (nothing: it has forgotten it), and what
-# status says.
-ENDS = """
-attempt|state|reason|line
-|||not started: job 4711 ended before the run started, and SLURM no longer says why; submit
-|CANCELLED|DependencyNeverSatisfied|not started: job 4711 was cancelled, since a job that it needs
-|CANCELLED|JobHeldUser|not started: job 4711 was cancelled (CANCELLED, JobHeldUser) before the run
-|FAILED|JobLaunchFailure|failed: job 4711 could not be started (FAILED, JobLaunchFailure) before
-|FAILED|NonZeroExitCode|failed: job 4711 failed (FAILED, NonZeroExitCode) before the run started
-|BOOT_FAIL||nodename=NODE state=resume` returns it; the same command resumes it
-open|||failed: no record of its end: it was cancelled, or its node died; the same command resumes it
-open|CANCELLED||stopped: job 4711 was cancelled (CANCELLED); the same command resumes it
-open|NODE_FAIL||failed: job 4711 lost a node (NODE_FAIL); an administrator: `sinfo -R`
-open|TIMEOUT|TimeLimit|failed: job 4711 reached its time limit (TIMEOUT, TimeLimit); the same
-open|OUT_OF_MEMORY|OutOfMemory|a larger launch.mem_gb, or fewer data.num_workers, may help; the same
-ended by SLURM|CANCELLED||stopped, 0:00:00 ago: job 4711 was cancelled (CANCELLED); the same
-ended by SLURM|FAILED|JobLaunchFailure|job 4711 could not be started (FAILED, JobLaunchFailure); the
-failed|FAILED|NonZeroExitCode|failed, 0:00:00 ago: rank 1 was killed
-failed requeued|FAILED|JobLaunchFailure|rank 1 was killed; requeued, but job 4711 could not be sta
-failed requeued|CANCELLED|BeginTime|stopped, 0:00:00 ago: rank 1 was killed; requeued, but job 4711
-failed requeued|||requeued, but job 4711 ended before the run started again, and SLURM no longer say
-stopped requeued|PREEMPTED||job 4711 was preempted (PREEMPTED) before the run started again; the
-"""
-LIBRARIES = ("/usr/lib/*/slurm-wlm/libslurmfull.so", "/usr/lib*/slurm/libslurmfull.so")
-
-
-@lines(TO_DO)
+""")
 def test_a_job_that_waits_says_what_to_do(run, state, reason, to_do):
     assert to_do in run.line(job(state, reason=reason or None))
 
@@ -383,7 +359,29 @@ def test_slurm_has_no_reason_without_advice():
         assert "ask an" not in to_do, queued
 
 
-@lines(ENDS)
+# How the last attempt ended, what SLURM says of the job (nothing: it has forgotten it), and what
+# status says.
+@lines("""
+attempt|state|reason|line
+|||not started: job 4711 ended before the run started, and SLURM no longer says why; submit
+|CANCELLED|DependencyNeverSatisfied|not started: job 4711 was cancelled, since a job that it needs
+|CANCELLED|JobHeldUser|not started: job 4711 was cancelled (CANCELLED, JobHeldUser) before the run
+|FAILED|JobLaunchFailure|failed: job 4711 could not be started (FAILED, JobLaunchFailure) before
+|FAILED|NonZeroExitCode|failed: job 4711 failed (FAILED, NonZeroExitCode) before the run started
+|BOOT_FAIL||nodename=NODE state=resume` returns it; the same command resumes it
+open|||failed: no record of its end: it was cancelled, or its node died; the same command resumes it
+open|CANCELLED||stopped: job 4711 was cancelled (CANCELLED); the same command resumes it
+open|NODE_FAIL||failed: job 4711 lost a node (NODE_FAIL); an administrator: `sinfo -R`
+open|TIMEOUT|TimeLimit|failed: job 4711 reached its time limit (TIMEOUT, TimeLimit); the same
+open|OUT_OF_MEMORY|OutOfMemory|a larger launch.mem_gb, or fewer data.num_workers, may help; the same
+ended by SLURM|CANCELLED||stopped, 0:00:00 ago: job 4711 was cancelled (CANCELLED); the same
+ended by SLURM|FAILED|JobLaunchFailure|job 4711 could not be started (FAILED, JobLaunchFailure); the
+failed|FAILED|NonZeroExitCode|failed, 0:00:00 ago: rank 1 was killed
+failed requeued|FAILED|JobLaunchFailure|rank 1 was killed; requeued, but job 4711 could not be sta
+failed requeued|CANCELLED|BeginTime|stopped, 0:00:00 ago: rank 1 was killed; requeued, but job 4711
+failed requeued|||requeued, but job 4711 ended before the run started again, and SLURM no longer say
+stopped requeued|PREEMPTED||job 4711 was preempted (PREEMPTED) before the run started again; the
+""")
 def test_an_end_that_no_attempt_has_recorded_is_explained(
     run,
     attempt,
@@ -467,16 +465,13 @@ def test_runs_are_found_by_name_and_by_folder(here, monkeypatch):
 
 
 # A folder that is there but no run; a typing error; several errors at once.
-NO_RUNS = r"""
+@rows(r"""
 - [names, report]
 - [[images], "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit"]
 - [[vitt], 'no such run: vitt\n.*\n.*did you mean vit\?']
 - - [x, runs/vit/config.yaml]
   - "(?s)no such run: x.*no such run: runs/vit/config.yaml"
-"""
-
-
-@rows(NO_RUNS)
+""")
 def test_a_name_that_is_no_run_is_an_error(here, names, report):
     with refused(report):
         find_runs(names)
@@ -552,7 +547,7 @@ def test_no_answer_says_why(squeue, monkeypatch):
 
 
 # How often SLURM refuses, every two seconds, and why; whether the job is queued in the end.
-REFUSALS = """
+@rows("""
 - [times, text, is_queued]
 - [0, '', true]
 - [149, Unable to contact slurm controller (connect failure), true]
@@ -565,10 +560,7 @@ REFUSALS = """
 - [1, Requested operation is presently disabled, false]
 - [1, Invalid job id specified, false]
 - [1, Access/permission denied, false]
-"""
-
-
-@rows(REFUSALS)
+""")
 def test_requeueing_is_tried_for_a_while(monkeypatch, times, text, is_queued):
     left = iter([text] * times)
     asked = []
@@ -591,17 +583,14 @@ def test_requeueing_is_tried_for_a_while(monkeypatch, times, text, is_queued):
 
 
 # The nodes that are up, those excluded before, on how few the job can start, and then excluded.
-EXCLUSIONS = """
+@rows("""
 - [up, before, fewest, excluded]
 - [n1 n2 n3, (null), null, n2]
 - [n1 n2, (null), null, null]
 - [n1 n2, (null), 1, n2]
 - [n1 n2 n3 n4, n4, null, 'n2,n4']
 - [n1 n2 n3, n3, null, null]
-"""
-
-
-@rows(EXCLUSIONS)
+""")
 def test_a_node_is_excluded_if_enough_others_are_up(
     monkeypatch,
     up,

@@ -3,7 +3,6 @@
 import sqlite3
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 import wandb
@@ -30,10 +29,6 @@ from vitscale.tracking.tracker import Tracker, final_status
 CONFIG = yaml.safe_load("""
 {optim: {lr: 0.001}, data: {path: "http://me:hunter2@host/x"}, launch: {nodes: 2, setup: [x]}}
 """)
-Open = Callable[..., Tracker]
-
-
-Store = sqlite3.Connection
 
 
 @pytest.fixture

@@ -20,8 +20,6 @@ from tests.support.tables import every
 from tests.support.waiting import run_python
 from vitscale.data.index import read_manifest, read_split
 
-# Key, label and BLAKE3 of the image's bytes, equal for all readers.
-Sample = tuple[str, int, str]
 # In a process of its own: `datasets` reads the variables of its caches when it is imported.
 HUGGING_FACE = """
 import json, sys
@@ -37,7 +35,7 @@ for row in data:
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Shards:
     folder: Path
     suffix: str
@@ -47,6 +45,7 @@ class Shards:
         return sorted(read_manifest(self.folder).splits)
 
     def indexed(self, split):
+        """Key, label and BLAKE3 of the image's bytes, equal for all readers."""
         samples = []
         for row in pq.read_table(self.folder / "index.parquet").to_pylist():
             if row["split"] == split:

@@ -29,7 +29,7 @@ launch: {{nodes: 2, max_requeues: 9, snapshot: false}}
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass
 class FakeSlurm:
     """A folder with a run, and the answers of the fake programs."""
 

@@ -32,18 +32,6 @@ cd $RUN/../..
 {sys.executable} {ROOT}/launch/status.py runs/small > text
 {sys.executable} {ROOT}/launch/status.py runs/small --json > json
 """
-# What the ranks did (the last step that they logged, and their end), and the job's state and reason
-# in the queue; without them SLURM does not answer.
-STATES = """
-name|ranks|state|reason
-queued||PENDING|Resources
-running|STEP 20, ASK, exit 0|RUNNING|None
-paused|STEP 20, END 75|PENDING|BeginTime
-queued_again|STEP 20, END 75|PENDING|Resources
-failed|NAN 20, END 2|FAILED|NonZeroExitCode
-finished|STEP 100, exit 0|COMPLETED|None
-no_slurm|STEP 20, END 75||
-"""
 
 
 def commands_of(actions):
@@ -63,7 +51,18 @@ KEYS = """
 """.split()
 
 
-@lines(STATES)
+# What the ranks did (the last step that they logged, and their end), and the job's state and reason
+# in the queue; without them SLURM does not answer.
+@lines("""
+name|ranks|state|reason
+queued||PENDING|Resources
+running|STEP 20, ASK, exit 0|RUNNING|None
+paused|STEP 20, END 75|PENDING|BeginTime
+queued_again|STEP 20, END 75|PENDING|Resources
+failed|NAN 20, END 2|FAILED|NonZeroExitCode
+finished|STEP 100, exit 0|COMPLETED|None
+no_slurm|STEP 20, END 75||
+""")
 def test_status_shows(name, ranks, state, reason, slurm, golden):
     answers = state != ""
     if answers:
@@ -117,8 +116,10 @@ RECORDED = """mkdir -p "$RUN/events" && cat >> "$RUN/events/n1.jsonl" << END
 {"event": "failed", "time": 1, "attempt": "$VITSCALE_ATTEMPT", "kind": "device", "what": "no bus"}
 END
 """
+
+
 # What the ranks do, exit code of the job (?: any failure), whether it is requeued, in the log.
-ENDINGS = """
+@lines("""
 ranks|code|requeued|text
 exit 0|0|no|
 FAIL 1|1|yes|rank 1 on n2 ended with code 1
@@ -129,10 +130,7 @@ FAIL 75|75|yes|stopped by a signal
 FAIL 74|74|yes|rank 1 on n2 ended with code 74
 FAIL 2|2|no|a restart would fail in the same way
 FAIL 76|76|no|the training diverged
-"""
-
-
-@lines(ENDINGS)
+""")
 def test_the_end_of_the_ranks_decides(ranks, code, requeued, text, slurm):
     ranks = re.sub(r"FAIL (\d+)", lambda match: FAILED.format(code=match[1]), ranks)
     ranks = ranks.replace("KILLED", KILLED)

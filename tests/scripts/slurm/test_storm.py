@@ -245,7 +245,7 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 MOMENTS = ("start", "step", "save", "end")
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Storm:
     """The chain and what happens to it."""
 

@@ -1,5 +1,6 @@
 """Make a small folder of images and run data_prep/make_shards.py on it, or its steps here."""
 
+import contextlib
 import os
 import random
 import sys
@@ -10,8 +11,9 @@ import pyarrow.parquet as pq
 from data_prep.make_shards import STEPS
 from data_prep.steps.work import WorkFolder, open_work_folder, run_steps
 from tests.support.corpora import image_samples
+from tests.support.corpora.indexing import run
 from tests.support.corpora.sources import written
-from tests.support.waiting import ROOT, run_python
+from tests.support.waiting import ROOT
 from vitscale.data.index import Manifest, read_manifest
 from vitscale.runs.data_prep import DataPrepRun
 
@@ -66,8 +68,9 @@ def make_shards(source: Path, output: Path, *options: str, rc: int = 0) -> str:
 
 
 def run_script(name: str, *arguments, rc: int = 0) -> str:
-    """Run a script of data_prep; returns what it printed."""
-    done = run_python(f"data_prep/{name}.py", *arguments, cwd=ROOT)
+    """Run a script of data_prep in this process; returns what it printed."""
+    with contextlib.chdir(ROOT):
+        done = run(ROOT / f"data_prep/{name}.py", *arguments)
     text = done.stdout + done.stderr
     # A refusal is a sentence: an exit code alone would accept a crash.
     assert done.returncode == rc and "Traceback" not in text, text
@@ -83,7 +86,7 @@ def ledger(folder: Path) -> dict[str, dict[str, object]]:
     return {row["path"]: row for row in table.to_pylist()}
 
 
-def run_of(path: Path, output: Path, **sections) -> DataPrepRun:
+def run_of(path: Path | str, output: Path | str, **sections) -> DataPrepRun:
     """`sections`: more settings, such as shards={"min_shards": 2}."""
     source = {"path": str(path), **sections.get("source", {})}
     values = {"output": str(output), **sections, "source": source}
