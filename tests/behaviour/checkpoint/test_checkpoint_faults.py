@@ -99,14 +99,7 @@ def check_recovery(folder, *, promised):
     return step
 
 
-def fault_at_each(
-    strace,
-    tmp_path,
-    fault,
-    *,
-    calls=(),
-    stride=1,
-):
+def fault_at_each(strace, tmp_path, fault, *, calls=(), stride=1):
     """(exit code, step found) with the fault at each of the save's calls, or of those named."""
     watched = tmp_path / "watched"
     assert save_under(strace, watched, None) == 0

@@ -329,11 +329,7 @@ EVALUATION = yaml.safe_load("""
 - [evaluate, {init: shards, evaluate: [{name: knn}], data: {train_split: lost}}, no split 'lost']
 """)
 def test_what_this_machine_lacks_is_found_before_a_start(
-    folder,
-    monkeypatch,
-    stage,
-    changes,
-    message,
+    folder, monkeypatch, stage, changes, message
 ):
     """And nothing is written."""
     monkeypatch.setattr("launch.planning.dry_run.has_gpu", lambda: False)

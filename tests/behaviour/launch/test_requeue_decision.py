@@ -131,12 +131,7 @@ def outcome(folder, lines, *, code=1, reports=()) -> Outcome:
 - [[], [], other, null, srun was ended by SIGKILL]
 """)
 def test_the_cause_is_what_the_best_report_says(
-    tmp_path,
-    errors,
-    reports,
-    kind,
-    node,
-    reason,
+    tmp_path, errors, reports, kind, node, reason
 ):
     of_another_attempt = replace(REPORTS["other"], attempt="17/0")
     record_failure(tmp_path, of_another_attempt)
@@ -168,13 +163,7 @@ def test_the_cause_is_what_the_best_report_says(
   - "sh: 1: exec: /env/python: No such file or directory"
 - [17_1_log.out, 2, "error: /env/python: No such file or directory", null]
 """)
-def test_a_node_without_python_is_blamed(
-    tmp_path,
-    log,
-    code,
-    last,
-    why,
-):
+def test_a_node_without_python_is_blamed(tmp_path, log, code, last, why):
     line = f"srun: error: n2: task 1: Exited with exit code {code}"
     path = tmp_path / log
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -430,14 +419,7 @@ def follows(tmp_path, monkeypatch, capsys):
         # Names of nodes are expanded; these have no brackets.
         return arguments[-1] if "hostnames" in arguments else fields
 
-    def finish(
-        folder,
-        line,
-        *,
-        restart=0,
-        job="17",
-        code=137,
-    ):
+    def finish(folder, line, *, restart=0, job="17", code=137):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
         options = argparse.Namespace(
             run_folder=tmp_path / folder,

@@ -383,11 +383,7 @@ failed requeued|||requeued, but job 4711 ended before the run started again, and
 stopped requeued|PREEMPTED||job 4711 was preempted (PREEMPTED) before the run started again; the
 """)
 def test_an_end_that_no_attempt_has_recorded_is_explained(
-    run,
-    attempt,
-    state,
-    reason,
-    line,
+    run, attempt, state, reason, line
 ):
     ending = attempt.removesuffix(" requeued").replace("open", "")
     requeued = {"is_requeued": True} if "requeued" in attempt else {}
@@ -592,11 +588,7 @@ def test_requeueing_is_tried_for_a_while(monkeypatch, times, text, is_queued):
 - [n1 n2 n3, n3, null, null]
 """)
 def test_a_node_is_excluded_if_enough_others_are_up(
-    monkeypatch,
-    up,
-    before,
-    fewest,
-    excluded,
+    monkeypatch, up, before, fewest, excluded
 ):
     """Else the job, which had two nodes, would wait for ever."""
     asked = []
@@ -698,11 +690,7 @@ before    | done open | yes
 after     | done      | yes
 """)
 def test_slurm_is_asked_only_for_runs_without_an_end(
-    submitted,
-    endings,
-    asks,
-    squeue,
-    tmp_path,
+    submitted, endings, asks, squeue, tmp_path
 ):
     folder = logged_run(tmp_path / "run")
     for ending in endings.split():

@@ -73,11 +73,7 @@ def num_runs(store):
 
 @every(in_mlflow_before="true, false", same_name="true, false")
 def test_a_copy_that_goes_on_is_another_run(
-    same_name,
-    in_mlflow_before,
-    tmp_path,
-    uri,
-    store,
+    same_name, in_mlflow_before, tmp_path, uri, store
 ):
     base = tmp_path / "base"
     branch = tmp_path / "branch"
@@ -210,11 +206,7 @@ def test_a_run_of_an_earlier_version_is_told_by_mlflow(tmp_path, uri, store):
 
 
 def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
-    tmp_path,
-    uri,
-    capsys,
-    store,
-    monkeypatch,
+    tmp_path, uri, capsys, store, monkeypatch
 ):
     folder = tmp_path / "run"
     train(folder, last=130, value=9.0)

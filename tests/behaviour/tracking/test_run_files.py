@@ -140,13 +140,7 @@ def test_the_page_shows_what_is_a_picture_of_at_most_4_mib(run, capsys):
 
 
 @every(name="pictures/x.png, evaluation/a.csv", attack=ATTACKS)
-def test_mlflow_gets_files_of_the_run_alone(
-    name,
-    attack,
-    run,
-    secret,
-    mlflow_database,
-):
+def test_mlflow_gets_files_of_the_run_alone(name, attack, run, secret, mlflow_database):
     path = placed(run, name, attack, secret)
     (run / "results.csv").write_text("fine\n")
     lines = []

@@ -316,12 +316,7 @@ def slurm() -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture
-def submit(
-    slurm,
-    tmp_path,
-    monkeypatch,
-    request,
-) -> Callable[..., Submission]:
+def submit(slurm, tmp_path, monkeypatch, request) -> Callable[..., Submission]:
     """Submit a stand-in script as a stage of the run in tmp_path, with LAUNCH of the test's file.
 
     The submitted function takes changes of LAUNCH.
