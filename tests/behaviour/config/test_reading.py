@@ -2,7 +2,6 @@
 
 import copy
 import os
-from pathlib import Path
 
 import pytest
 import yaml
@@ -13,7 +12,7 @@ from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun, ExportRun, PredictRun, VisualizeRun
 from launch.chains.settings import ChainRun
 from pretrain.run import PretrainRun
-from tests.support.tables import Values, every, lines, rows
+from tests.support.tables import every, lines, rows
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import (
     PATH_KEYS,
@@ -47,14 +46,14 @@ schedule:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
+def here(tmp_path, monkeypatch):
     """A folder with one valid run file, as the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text(VALID)
     return tmp_path
 
 
-def errors_of(path: str, *overrides: str) -> list[str]:
+def errors_of(path, *overrides):
     with pytest.raises(UserErrors) as caught:
         load_run(PretrainRun, path, overrides=overrides)
     return [error.text() for error in caught.value.errors]
@@ -63,7 +62,7 @@ def errors_of(path: str, *overrides: str) -> list[str]:
 # ---- the dialect ------------------------------------------------------------------------------
 
 
-def value_of(text: str):
+def value_of(text):
     return read_yaml(f"key: {text}", name="x").values["key"]
 
 
@@ -449,7 +448,7 @@ NO_PATHS = {
 }
 
 
-def holds_text(node: Values) -> bool:
+def holds_text(node):
     """Whether a value of this JSON schema can be a free text, or can hold one."""
     if node.get("type") == "string":
         return "enum" not in node and "const" not in node
