@@ -52,9 +52,7 @@ def main() -> None:
         "`vitscale prepare shards CONFIG --dry-run` shows the settings and checks alone.",
     )
     run = command.run
-    output, source = (
-        Path(path).expanduser().resolve() for path in (run.output, run.source.path)
-    )
+    output, source = (Path(path).resolve() for path in (run.output, run.source.path))
     # The output would become part of the source at the next start.
     if output.is_relative_to(source):
         raise UserError(

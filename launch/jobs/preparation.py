@@ -61,7 +61,7 @@ def run_name(run: LaunchableRun) -> str:
     if not isinstance(run, DataPrepRun):
         return run.name
     # Jobs are in a folder of this name below the current one, so paths in it can be relative.
-    absolute = Path(os.path.abspath(Path(run.output).expanduser()))
+    absolute = Path(os.path.abspath(run.output))
     output = Path(shown_folder(absolute))
 
     name = f"data_prep-{output.name}"
