@@ -26,12 +26,11 @@ from launch.jobs.queue import (
     submitted_ids,
     user_jobs,
 )
-from launch.jobs.run_folders import shown_folder
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, Submission, submit_to_slurm
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors, not_written, print_note
-from vitscale.config.loader import run_to_yaml
+from vitscale.config.loader import run_to_yaml, shown_path
 from vitscale.config.packaged import PROJECT_ROOT
 from vitscale.distributed.atomic_files import write_text
 from vitscale.runs.data_prep import DataPrepRun
@@ -61,8 +60,7 @@ def run_name(run: LaunchableRun) -> str:
     if not isinstance(run, DataPrepRun):
         return run.name
     # Jobs are in a folder of this name below the current one, so paths in it can be relative.
-    absolute = Path(os.path.abspath(run.output))
-    output = Path(shown_folder(absolute))
+    output = Path(shown_path(os.path.abspath(run.output)))
 
     name = f"data_prep-{output.name}"
     # Folders of the same name may be in different places.

@@ -18,11 +18,11 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import psutil  # noqa: F401  # for `descendants`, which may be needed while storage is gone
+import psutil  # noqa: F401  # for `kill_children`, which may be needed while storage is gone
 
 from launch.jobs.attempts import (
     Attempt,
@@ -47,8 +47,8 @@ from vitscale.config.errors import (
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.distributed.events import ATTEMPT_VARIABLE, Failure
 from vitscale.distributed.processes import (
-    descendants,
     free_port,
+    kill_children,
     launcher_variables,
     node_name,
 )
@@ -288,9 +288,8 @@ def _kill(ranks: Sequence[Rank]) -> None:
     """Kill the running ranks and all their descendants."""
     for rank in ranks:
         if rank.poll() is None:
-            for pid in (*descendants(rank.pid), rank.pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_children(rank.pid)
+            rank.kill()
             rank.wait()
 
 

@@ -226,12 +226,12 @@ def _place(name: str, mark: yaml.Mark | None) -> str:
 # ---- files and overrides ----------------------------------------------------------------------
 
 
-def shown_path(path: str) -> str:
+def shown_path(path: Path | str) -> str:
     """`path`, relative to the working directory where it is inside."""
     relative = os.path.relpath(path)
     # A path outside is shorter and clearer as it was given.
     if relative.startswith("..") and os.path.isabs(path):
-        return path
+        return str(path)
     return relative
 
 

@@ -246,7 +246,7 @@ def chart_page(uri: str, experiment: str) -> str:
     store = redact(uri)
     database = sqlite_path(uri)
     if database is not None:
-        store = f"sqlite:///{shown_path(str(database))}"
+        store = f"sqlite:///{shown_path(database)}"
     command = f"mlflow ui --backend-store-uri {shlex.quote(store)}"
     return f"{command}, then open\n  http://127.0.0.1:5000/{page}"
 
