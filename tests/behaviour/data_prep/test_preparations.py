@@ -26,7 +26,7 @@ from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.protocol import Input
 from data_prep.steps import tars, work
 from data_prep.steps.list_inputs import check_input, make_key, rows_table
-from data_prep.steps.plan_shards import _ordered, held_out
+from data_prep.steps.plan_shards import _ordered, held_out, read_plan
 from data_prep.steps.work import WorkFolder, content_config, find_existing
 from data_prep.verification import check_folder
 from tests.support.corpora.image_corpus import (
@@ -210,7 +210,7 @@ def test_too_many_bad_inputs_are_refused_before_an_image_is_read(num_links, tmp_
     # A fifth is what the settings allow.
     if num_links == 4:
         work = prepare_here(run, until="write shards")
-        assert tars.shard_units(work)
+        assert read_plan(work).units
         return
     with refused("5 of 20 images are bad.*\n.*5 link_broken"):
         prepare_here(run, until="write shards")
@@ -284,7 +284,7 @@ def test_a_shard_is_written_without_holding_its_images(tmp_path):
         (folder / f"{number}.jpg").write_bytes(large)
     run = run_of(folder.parent, tmp_path / "shards")
     work = prepare_here(run, until="write shards")
-    (unit,) = tars.shard_units(work)
+    (unit,) = read_plan(work).units
 
     # 16 images of 1 MiB: a writer that holds them all is above the limit.
     tracemalloc.start()
