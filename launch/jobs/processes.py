@@ -118,6 +118,7 @@ def one_launcher(job: StageJob) -> Iterator[None]:
 
     Raises UserError, before anything is recorded, where another job has the run folder.
     """
+    # Tasks of a data preparation share their output, and may be many.
     if job.run_folder is None:
         yield
         return
@@ -166,6 +167,7 @@ def run_here(
     folder = Path(job.config).parent / name
     run_folder = Path(job.run_folder or folder)
     ranks: list[Rank] = []
+    # What is recorded if an error of this process itself ends the attempt.
     outcome = Outcome(
         ending=Ending.FAILED, reason="the launcher ended", exit_code=EXIT_FAILED
     )
@@ -193,6 +195,7 @@ def run_here(
             finally:
                 _kill(ranks)
                 ended = end_attempt(attempt, run_folder, outcome)
+        # A stop before the first step has nothing to resume from.
         if ended.ending is Ending.STOPPED:
             text = "stopped; the same command starts the run again"
             if ended.checkpoint_step:
