@@ -195,7 +195,7 @@ def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(here, data):
     file.write_bytes(data)
     lines = [text.splitlines()[0] for text in errors_of("b.yaml")]
     missing = [line.split(": ")[1] for line in lines]
-    assert missing == "name data model optim schedule".split()
+    assert missing == "name data optim schedule".split()
 
     # As Windows writes files.
     text = VALID.replace("\n", "\r\n")

@@ -268,7 +268,7 @@ def test_a_branch_is_the_run_that_never_branched(fault_runs, tmp_path, name):
     # Another batch, and a step that is not kept.
     refused = {
         "data.global_batch=32": "global_batch: checkpoint 16, now 32",
-        f"init={tmp_path / 'moved/run'}@11": "kept: 5, 10, 15, 20, 24",
+        f"init={tmp_path / 'moved/run'}@11": "kept: 5, 10, ",
     }
     for change, message in refused.items():
         moved = (*short, f"init={tmp_path / 'moved/run'}@10", change)
