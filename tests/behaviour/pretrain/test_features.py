@@ -17,6 +17,7 @@ from pretrain.objectives.adapters import class_loss, patch_loss
 from pretrain.run import PretrainRun
 from tests.support.engine.reference_cases import feature_teachers
 from tests.support.engine.subjects import WORLD
+from tests.support.levels import by_level
 from tests.support.tables import every, refused, rows
 from vitscale.engine.settings import EngineSettings
 from vitscale.objectives.settings import TeacherSettings
@@ -58,16 +59,21 @@ def normalized(images, mean, std):
 # ---- teachers ------------------------------------------------------------------------------------
 
 
-@rows("""
-- [name, size, grid]
-- [vit_tiny_patch16_224, 32, [2, 2]]
-- [vit_small_patch14_reg4_dinov2, 42, [3, 3]]
-- [vit_small_patch16_dinov3, 48, [3, 3]]
-- [vit_small_patch16_lingbot, 32, [2, 2]]
-- [test_efficientnet, 64, null]
+# Size of images and grid of patches; the last one has none.
+NETWORKS = yaml.safe_load("""
+vit_tiny_patch16_224: [32, [2, 2]]
+vit_tiny_patch16_dinov3_qkvb: [48, [3, 3]]
+vit_small_patch14_reg4_dinov2: [42, [3, 3]]
+vit_small_patch16_lingbot: [32, [2, 2]]
+test_efficientnet: [64, null]
 """)
-def test_features_are_timms(name, size, grid, tmp_path):
+SMALL = {name for name in NETWORKS if "small" in name}
+
+
+@every(name=by_level(NETWORKS, fast=NETWORKS.keys() - SMALL, slow=SMALL))
+def test_features_are_timms(name, tmp_path):
     """With a head or without; models without patches give features alone."""
+    size, grid = NETWORKS[name]
     network = network_of(name)
     path = tmp_path / "teacher.safetensors"
     save_file(network.state_dict(), path)

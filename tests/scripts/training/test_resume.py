@@ -89,7 +89,7 @@ waiting for data: [distillation, 3, 1, batch, 24, 12]
 while others wait for its images: [simclr, 2, 1, backward, 9, 9]
 while others wait for its sums: [lejepa, 1, 1, backward, 8, 8]
 before the teacher moves: [dino, 3, 0, step, 9, 9]
-while a teacher answers: [features, 2, 0, forward, 15, 8]
+after a teacher has answered: [features, 2, 0, backward, 15, 8]
 at a log line: [masked_patch_prediction, 2, 0, log, 3, 8]
 # The place counts the 24 batches of the training, too.
 in an evaluation: [timm, 1, 1, evaluated batch, 28, 12]
