@@ -442,7 +442,8 @@ RUN_TYPES = (
 NO_PATHS = {
     *"""
     name data.train_split data.val_split data.views.N.name data.only_classes model.preset
-    model.model objective.teacher.model split push source.splits source.image_column source.label
+    model.model objective.teacher.model objective.teachers.N.model split push source.splits
+    source.image_column source.label
     source.holdout_split stages.N.name stages.N.overrides stages.N.inputs stages.N.after
     stages.N.variants overrides tracking.uri tracking.experiment tracking.tags
     """.split()
