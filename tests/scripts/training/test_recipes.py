@@ -24,7 +24,7 @@ from vitscale.config.loader import load_run_file
 CONFIGS = ROOT / "configs"
 RUN_TYPES = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 # The last one has the model of its weights (tests/behaviour/finetune/test_own_images.py).
-NOT_TRAINING = ("chains", "data", "eval", "studies", "own.yaml", "distil.yaml")
+NOT_TRAINING = ("chains", "data", "eval", "studies", "own.yaml")
 # A small model of timm that takes the arguments of the recipe's.
 SMALL_IN_TIMM = {
     "vit_base_r50_s16_224": "vit_tiny_r_s16_p8_224",
