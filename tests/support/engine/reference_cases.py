@@ -737,6 +737,7 @@ class Training:
             run.data.views,
             TASKS[task].num_kinds,
         )
+        session.data = SimpleNamespace(targets=None)
         session._views = view_shapes(run.data, arch.image_size)
         session.watchdog = SimpleNamespace(mark=lambda doing: None)
         session.store = SimpleNamespace(wait_for_host_copy=lambda: None)
