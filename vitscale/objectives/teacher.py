@@ -32,7 +32,6 @@ from vitscale.models import timm_model
 from vitscale.models.registry import MODELS, costs_of
 from vitscale.models.settings import TimmSettings
 from vitscale.models.weights.files import SUFFIXES
-from vitscale.objectives.objective import TeacherSettings
 
 # Images that pass through a teacher together on a CPU. Measured, November 2026: from 8 on ViTs give
 # the same bits with one thread and two, and an image costs no more than in larger batches.
@@ -171,7 +170,7 @@ def _shares(source: int, target: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def open_teacher(
-    settings: TeacherSettings,
+    settings: Any,
     *,
     classes: Sequence[str],
     world: World,
@@ -179,7 +178,7 @@ def open_teacher(
 ) -> Teacher:
     """Load the teacher, in the run's precision and compiled as the run's model is.
 
-    classes: of the data.
+    settings: `TeacherSettings`. classes: of the data.
     Raises UserError for an unknown name, a missing or unfit file, an image size that the teacher
     cannot take, and other classes.
     """
@@ -216,7 +215,7 @@ def open_teacher(
     )
 
 
-def open_feature_teacher(settings: TeacherSettings, **how: Any) -> FeatureTeacher:
+def open_feature_teacher(settings: Any, **how: Any) -> FeatureTeacher:
     """Load a teacher of features, with a head or without; otherwise as `open_teacher`.
 
     how: `key`, the section of its settings for errors, `world` and `engine`.
@@ -246,9 +245,9 @@ def open_feature_teacher(settings: TeacherSettings, **how: Any) -> FeatureTeache
 
 
 def _open(
-    settings: TeacherSettings, *, key: str, world: World, engine: EngineSettings
+    settings: Any, *, key: str, world: World, engine: EngineSettings
 ) -> FrozenModel:
-    """Load a model. key: the section of its settings, for errors."""
+    """Load a model. settings: `TeacherSettings`. key: their section, for errors."""
     model = settings.model
     image_size = settings.image_size
     # A run of ours names its own architecture; a file of weights alone does not.
