@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from vitscale.data.index import (
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
 from vitscale.data.remote import RemoteFile
 from vitscale.data.settings import DataSettings, RemoteSettings
+from vitscale.data.targets import StoredTargets, images_of, open_targets
 from vitscale.data.webdataset import tars_of_split
 from vitscale.distributed.random_numbers import permutation, stream_key
 
@@ -50,6 +51,8 @@ class TrainingSet:
     """With `reader: webdataset`."""
     key_hash: str | None = None
     """Of the rows that `only_keys` chose."""
+    targets: StoredTargets | None = None
+    """What teachers say of the samples."""
 
 
 def open_training_set(
@@ -132,6 +135,19 @@ def open_training_set(
         dev=dev,
         key_hash=first.key_hash,
     )
+
+
+def with_targets(
+    training_set: TrainingSet, folder: str, settings: DataSettings, **views: Any
+) -> TrainingSet:
+    """The same samples with what teachers say of them, from a folder of `vitscale prepare targets`.
+
+    views: further arguments of `images_of`. Raises UserError for targets that do not fit.
+    """
+    parts = training_set.parts
+    images = images_of(parts, settings, **views)
+    targets = open_targets(folder, parts, images, remote=settings.remote)
+    return replace(training_set, targets=targets)
 
 
 def _streamed_set(settings: DataSettings) -> TrainingSet:

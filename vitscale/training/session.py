@@ -44,7 +44,12 @@ from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, training_batches
 from vitscale.data.order import ORDER_VERSION
 from vitscale.data.samples import view_shapes
-from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
+from vitscale.data.training_set import (
+    TrainingSet,
+    open_training_set,
+    open_val_split,
+    with_targets,
+)
 from vitscale.data.webdataset import check_shares
 from vitscale.distributed.atomic_files import or_warn, write_json, write_text
 from vitscale.distributed.events import EVENTS_NAME, record_start
@@ -194,6 +199,8 @@ class TrainingSession:
         agreed = self.objective.prepare(
             classes=self.data.classes, world=self.world, engine=run.engine
         )
+        if self.data.targets is not None:
+            agreed["targets"] = self.data.targets.fingerprint
         # Heads of another size would read each other's values.
         agreed["num_parameters"] = self.objective.num_parameters(self.arch)
         self._description = compatibility_key(run, self.arch, self.data, agreed)
@@ -485,6 +492,8 @@ class TrainingSession:
             first = step * plan.global_batch + number * plan.micro_batch
             positions = np.arange(first, first + len(batch.labels))
             batch = replace(batch, positions=positions)
+            if self.data.targets is not None:
+                batch = batch.with_targets(self.data.targets.header)
             if self.run.data.views:
                 batch = batch.with_views(self._views)
             if mixing is not None:
@@ -610,6 +619,15 @@ class TrainingSession:
 def _read_index(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
     """Training and evaluated samples. Each node looks for all files: one may lack a mount."""
     training_set = open_training_set(run.data, seed=run.seed)
+    folder = getattr(run.objective, "targets", None)
+    if folder is not None:
+        training_set = with_targets(
+            training_set,
+            folder,
+            run.data,
+            image_size=run.model.image_size,
+            seed=run.seed,
+        )
     val_index = training_set.dev
     if val_index is None:
         val_index = open_val_split(run.data, parts=training_set.parts)
