@@ -29,7 +29,7 @@ from launch.jobs.queue import (
 from launch.jobs.run_folders import shown_folder
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, Submission, submit_to_slurm
-from pretrain.run import PretrainRun
+from pretrain.run import PretrainRun, TargetsRun
 from vitscale.config.errors import UserError, UserErrors, not_written, print_note
 from vitscale.config.loader import run_to_yaml
 from vitscale.config.packaged import PROJECT_ROOT
@@ -41,6 +41,7 @@ from vitscale.runs.training import TrainingRun
 LaunchableRun = PretrainRun | FinetuneRun | EvaluateRun | EmbedRun | DataPrepRun
 RUN_TYPES: dict[str, type[LaunchableRun]] = {
     "pretrain": PretrainRun,
+    "targets": TargetsRun,
     "finetune": FinetuneRun,
     "evaluate": EvaluateRun,
     "embed": EmbedRun,
@@ -48,6 +49,7 @@ RUN_TYPES: dict[str, type[LaunchableRun]] = {
 }
 SCRIPTS = {
     "pretrain": "pretrain/main.py",
+    "targets": "pretrain/prepare_targets.py",
     "finetune": "finetune/main.py",
     "evaluate": "finetune/evaluate_model.py",
     "embed": "finetune/embed.py",

@@ -30,7 +30,7 @@ from launch.jobs.queue import NoAnswerError, ask_slurm, fields_of
 from launch.jobs.snapshot import folder_name, read_code
 from launch.jobs.status_text import aligned, format_size
 from launch.jobs.submission import sbatch_text, submission_environment
-from pretrain.run import PretrainRun
+from pretrain.run import PretrainRun, TargetsRun
 from vitscale.checkpoint.folders import resolve_weights, step_folders
 from vitscale.config.errors import UserError, UserErrors, print_note
 from vitscale.config.loader import yaml_flow
@@ -253,6 +253,11 @@ def _known_rows(run: LaunchableRun) -> Rows:
             yield from _evaluation_rows(run)
         elif isinstance(run, EmbedRun):
             yield "data", f"split {run.data.split!r} of {run.data.path}"
+        elif isinstance(run, TargetsRun):
+            yield (
+                "targets",
+                f"{run.views} views of each image, {run.precision}, in {run.output}",
+            )
         else:
             yield from plan_rows(run)
     except UserError as error:
@@ -690,6 +695,8 @@ def _training_checks(
     facts = data_facts(run, check_files=True, known=known)
     check_data(run, facts)
     yield _training_data(run, facts)
+    if isinstance(run, TargetsRun):
+        return
     yield from _loader(run, facts)
     yield from _micro_batches(run, facts)
     # The error of the disk has a row of its own beside those of the data.

@@ -15,6 +15,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from vitscale.config.errors import UserError
 from vitscale.config.loader import read_yaml
 from vitscale.config.section import Items, NamedSection, Problems, Section
+from vitscale.data.remote import location_of
+from vitscale.data.targets import TeacherTargets, read_header, target_problems
 from vitscale.models.registry import MODELS, ModelSettings, costs_of
 from vitscale.objectives.objective import Objective, TeacherSettings
 
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
     from vitscale.engine.engine import Engine
     from vitscale.engine.settings import EngineSettings
     from vitscale.objectives.teacher import FeatureTeacher
+    from vitscale.runs.training import TrainingRun
+
+
+GRID_OF_TARGETS = (
+    "missing: stored patches have a grid of their own; set it, as in [7, 7]"
+)
 
 
 class FeaturesSettings(NamedSection):
@@ -33,8 +41,11 @@ class FeaturesSettings(NamedSection):
     """The features of frozen teachers are learned, of the class token or pooled and of patches;
     a linear layer adapts the student's width to that of each. Ranzinger et al. 2024 (AM-RADIO).
     Metrics: `train/class_loss`, `train/patch_loss`, means over teachers; 0 where all is equal."""
-    teachers: Items[TeacherSettings] = Field(min_length=1)
+    teachers: Items[TeacherSettings] = ()
     """Models with a head or without, of any width, patch and image size."""
+    targets: str | None = None
+    """Folder or URL of what the teachers say, by `vitscale prepare targets`; `teachers` may then be
+    [], and are compared with those of the folder. null: teachers are asked in each step."""
     shares: Items[PositiveFloat] = ()
     """Weight of each teacher in the losses; empty: all count alike."""
     class_weight: float = Field(default=1.0, ge=0)
@@ -47,6 +58,16 @@ class FeaturesSettings(NamedSection):
     """Rows and columns that the patches of student and teachers are averaged to. null: those of the
     student, which the teachers' are averaged to."""
 
+    @property
+    def target_grid(self) -> tuple[int, int] | None:
+        """The grid of stored patches; None: class tokens alone."""
+        return self.patch_grid if self.patch_weight else None
+
+    @property
+    def lacks_grid(self) -> bool:
+        """Whether patches cannot be stored, since nothing says at which grid."""
+        return self.patch_weight > 0 and self.patch_grid is None
+
     def problems(self) -> Problems:
         if not self.class_weight + self.patch_weight:
             yield "objective.class_weight", "and patch_weight are 0; set one of them"
@@ -55,7 +76,11 @@ class FeaturesSettings(NamedSection):
                 "objective.patch_grid",
                 "has no effect without patch_weight; remove it",
             )
-        if self.shares and len(self.shares) != len(self.teachers):
+        if not self.teachers and self.targets is None:
+            yield "objective.teachers", "none; give one, or set objective.targets"
+        if self.targets is not None and self.lacks_grid:
+            yield "objective.patch_grid", GRID_OF_TARGETS
+        if self.shares and self.teachers and len(self.shares) != len(self.teachers):
             yield (
                 "objective.shares",
                 f"{len(self.shares)} of {len(self.teachers)} teachers; give one for each",
@@ -71,16 +96,45 @@ class Features(Objective):
     needs_labels = False
     trains_classifier = False
     teachers: Sequence[FeatureTeacher] = ()
+    """Those that are asked in each step."""
+
+    def problems(self, run: TrainingRun) -> Problems:
+        yield from super().problems(run)
+        if self.settings.targets is not None:
+            yield from target_problems(run.data)
 
     def prepare(
         self, *, world: World, engine: EngineSettings, **others: Any
     ) -> dict[str, Any]:
-        self.teachers = self.open_teachers(world=world, engine=engine)
+        teachers = self.open_teachers(world=world, engine=engine)
+        found = [teacher.fingerprint for teacher in teachers]
+        if stored := self._stored():
+            given = found
+            found = [teacher.fingerprint for teacher in stored]
+            grids = {teacher.grid for teacher in stored}
+            expected = {self.settings.target_grid}
+            if given not in ([], found) or grids != expected:
+                raise UserError(
+                    f"are of teachers {found}, patches at {grids}; this run has {given or found}, "
+                    f"and objective.patch_grid {expected}",
+                    where=f"objective.targets={self.settings.targets}",
+                    next_step="undo the change, or make other targets",
+                )
+            return {"teachers": found}
+
+        self.teachers = teachers
         for teacher in self.teachers:
             costs = f"{teacher.num_parameters:,} parameters, "
             costs += f"{teacher.flops_per_image / 1e9:,.1f} GFLOPs an image"
             self.messages.append(f"teacher: {teacher.frozen.opened.source}; {costs}")
-        return {"teachers": [teacher.fingerprint for teacher in self.teachers]}
+        return {"teachers": found}
+
+    def _stored(self) -> tuple[TeacherTargets, ...]:
+        """The teachers of `targets`; none without. Raises UserError."""
+        if self.settings.targets is None:
+            return ()
+        place = location_of(self.settings.targets, where="objective.targets")
+        return read_header(place).teachers
 
     def open_teachers(
         self, *, world: World, engine: EngineSettings
@@ -113,7 +167,7 @@ class Features(Objective):
                 where="objective.patch_weight",
                 next_step="set it to 0, or take a Vision Transformer",
             )
-        widths = [teacher.width for teacher in self.teachers]
+        widths = [width for width, _, _ in self._known_teachers()]
         model.objective = Adapters(
             widths, class_width=class_width, patch_width=patch_width
         )
@@ -129,6 +183,8 @@ class Features(Objective):
 
     def _known_teachers(self) -> list[tuple[int, int, int]]:
         """Width, parameters and FLOPs per image of the teachers that are known so far."""
+        if stored := self._stored():
+            return [(teacher.width, 0, 0) for teacher in stored]
         if self.teachers:
             return [
                 (teacher.width, teacher.num_parameters, teacher.flops_per_image)
@@ -171,6 +227,9 @@ class Features(Objective):
         return super().train_flops_per_image(arch) + adapters + teachers
 
     def notes(self) -> Iterator[str]:
+        if self.settings.targets is not None:
+            yield f"from {self.settings.targets}"
+            return
         for number, settings in enumerate(self.settings.teachers):
             text = f"from {settings.model or settings.weights}"
             if _planned(settings) is None:
@@ -190,7 +249,7 @@ class Features(Objective):
         grid = None
         if students[0].patches_BLD is not None:
             grid = settings.patch_grid or square_grid(students[0].patches_BLD.shape[1])
-        answers = [
+        answers = batch.targets or [
             teacher.features(images, patch_grid=grid) for teacher in self.teachers
         ]
 

@@ -23,6 +23,7 @@ STAGE_OF = {
     "finetune.export": "export",
     "finetune.predict": "predict",
     "finetune.visualize": "visualize",
+    "pretrain.prepare_targets": "targets",
 }
 # Of all scripts together; about a second. With torch it would be over a thousand.
 MAX_MODULES = 800

@@ -346,7 +346,8 @@ PATH_KEYS = frozenset(
     """
     output init images images.N data.path data.mixture.N.path data.only_keys
     data.remote.cache_path remote.cache_path objective.teacher.weights objective.teachers.N.weights
-    stages.N.config source.path source.val_labels source.leave_out labels.space labels.map
+    objective.targets stages.N.config source.path source.val_labels source.leave_out labels.space
+    labels.map
     """.split()
 )
 

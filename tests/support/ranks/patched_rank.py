@@ -51,6 +51,7 @@ rename: vitscale.checkpoint.folders commit_folder
 prune: vitscale.checkpoint.folders _prune
 flush: vitscale.tracking.journal Journal.flush
 close: vitscale.tracking.tracker Tracker.close
+targets: pretrain.targets rows_of
 leave: torch.distributed destroy_process_group
 """)
 Call = Callable[[], Any]
