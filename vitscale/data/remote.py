@@ -220,16 +220,17 @@ def _filesystem(scheme: str) -> Any:
 # ---- the cache -----------------------------------------------------------------------------------
 
 
-def prefix_of_hash(data: bytes) -> int:
+def prefix_of_hash(data: bytes | memoryview) -> int:
     """The first bytes of the BLAKE3 of `data`, little-endian."""
     return int.from_bytes(blake3.blake3(data).digest(HASH_BYTES), "little")
 
 
-def has_hash(data: bytes, hash_prefix: int | None = None) -> bool:
+def has_hash(data: bytes | memoryview, hash_prefix: int | None = None) -> bool:
     """Whether bytes have this prefix of their hash; None: the one that stands at their end."""
     if hash_prefix is None:
         hash_prefix = int.from_bytes(data[-HASH_BYTES:], "little")
-        data = data[:-HASH_BYTES]
+        # Without a copy.
+        data = memoryview(data)[:-HASH_BYTES]
     return prefix_of_hash(data) == hash_prefix
 
 

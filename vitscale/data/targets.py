@@ -159,7 +159,7 @@ class StoredTargets:
             int(self.remote.cache_gib * 2**30),
         )
 
-    def read(self, file: Path | RemoteFile, row: int) -> bytes:
+    def read(self, file: Path | RemoteFile, row: int) -> memoryview:
         """A row of a file, without its hash. Raises UserError for damaged bytes."""
         num_bytes = self.header.row_bytes
         place = {"offset": row * num_bytes, "num_bytes": num_bytes}
@@ -176,7 +176,7 @@ class StoredTargets:
                 where=str(file),
                 next_step=f"copy the file again; or remove it, and {AGAIN}",
             ) from None
-        return data[:-HASH_BYTES]
+        return memoryview(data)[:-HASH_BYTES]
 
 
 def open_targets(

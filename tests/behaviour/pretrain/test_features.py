@@ -249,7 +249,7 @@ def test_costs_are_those_counted(objective, family):
     assert made.teacher_parameters(arch) == sum(frozen)
 
     # Eight images at a time are what a CPU takes anyway.
-    batch = SimpleNamespace(images=levels(8, number=8))
+    batch = SimpleNamespace(images=levels(8, number=8), targets=())
     plain = sdpa_kernel(SDPBackend.MATH)
     with plain, FlopCounterMode(display=False) as counter:
         made.loss(engine_of(model), batch).backward()
