@@ -140,7 +140,8 @@ TABLE = read_yaml(
 ).values
 # No paper trains these.
 NO_RECIPE = {
-    *"cifar10/vit_tiny demo/pretrain demo/finetune digits/pretrain digits/finetune own".split()
+    *"cifar10/vit_tiny demo/pretrain demo/finetune digits/pretrain digits/finetune".split(),
+    *"own distil".split(),
 }
 
 

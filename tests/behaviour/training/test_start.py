@@ -237,7 +237,7 @@ def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path):
 
     def counts(**data):
         settings = DataSettings.model_validate(whole | data)
-        run: Any = SimpleNamespace(data=settings, seed=0)
+        run: Any = SimpleNamespace(data=settings, seed=0, objective=None)
         training_set, evaluated = session._read_index(run, needs_labels=True)
         return training_set.num_samples, evaluated and evaluated.num_samples
 
