@@ -22,6 +22,7 @@ try:
     from pathlib import Path
 
     from data_prep.steps import finish, list_inputs, plan_shards, tars
+    from data_prep.steps.plan_shards import read_plan
     from data_prep.steps.work import Step, make_output
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, run_script
@@ -39,7 +40,12 @@ STEPS = (
     ),
     Step("list inputs", list_inputs.list_units, list_inputs.list_inputs),
     Step("plan shards", lambda _: [plan_shards.ROWS], plan_shards.plan_shards),
-    Step("write shards", tars.shard_units, tars.write_shard, images=tars.num_images),
+    Step(
+        "write shards",
+        lambda work: read_plan(work).units,
+        tars.write_shard,
+        images=lambda work: read_plan(work).num_rows,
+    ),
     Step("finish", lambda _: [finish.FINISHED], finish.finish_shards),
 )
 
@@ -52,9 +58,7 @@ def main() -> None:
         "`vitscale prepare shards CONFIG --dry-run` shows the settings and checks alone.",
     )
     run = command.run
-    output, source = (
-        Path(path).expanduser().resolve() for path in (run.output, run.source.path)
-    )
+    output, source = (Path(path).resolve() for path in (run.output, run.source.path))
     # The output would become part of the source at the next start.
     if output.is_relative_to(source):
         raise UserError(

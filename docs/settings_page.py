@@ -27,7 +27,7 @@ ALL_RUN_TYPES: dict[str, type[Run]] = {
     "chain": ChainRun,
 }
 # The command that takes the settings of a stage, where it has another name.
-COMMANDS = {"data_prep": "prepare", "chain": "launch"}
+COMMANDS = {"data_prep": "prepare", "targets": "prepare", "chain": "launch"}
 # Around what a key may hold, as in "a list, each item wandb" and "text, or null".
 SEPARATORS = re.compile("^names?: |, (?:each item |or )?| or ")
 

@@ -22,15 +22,10 @@ except ModuleNotFoundError as error:
 def train(run: FinetuneRun) -> None:
     # Imported late: torch and deepspeed take seconds, and a wrong configuration fails before them.
     with quick_imports():
-        from finetune.start import load_initial_weights
         from vitscale.training.session import open_session
 
     objective = run.make_objective()
-    with open_session(
-        run,
-        objective,
-        initial_weights=lambda model, arch: load_initial_weights(model, arch, run),
-    ) as session:
+    with open_session(run, objective) as session:
         for step in session.steps():  # from the checkpoint's step
             for batch in session.micro_batches(step):
                 loss = objective.loss(session.engine, batch)

@@ -78,6 +78,7 @@ def main() -> None:
         return
     # What is missing is an error here, before a rank imports torch or the run has a folder.
     check_here(run, num_procs=num_procs)
+    # From here on there is a folder, and an attempt in its record.
     job = prepare_job(run, cluster="local")
     raise SystemExit(
         run_here(job, python=run.launch.python, num_procs=num_procs, stop=stop)

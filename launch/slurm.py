@@ -22,7 +22,6 @@ try:
         submit_run,
         with_num_workers,
     )
-    from launch.jobs.run_folders import shown_folder
     from launch.jobs.submission import Submission, require_slurm
     from launch.planning.dry_run import (
         as_table,
@@ -33,6 +32,7 @@ try:
         slurm_check,
     )
     from vitscale.config.errors import UserError, run_script
+    from vitscale.config.loader import shown_path
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -106,7 +106,7 @@ def main() -> None:
 def print_next_steps(run: LaunchableRun, submission: Submission) -> None:
     job_id = submission.job_id
     # Commands that can be copied: a relative path is shorter, and quoted for the shell.
-    folder = shown_folder(job_folder(run, cluster="slurm").parent)
+    folder = shown_path(job_folder(run, cluster="slurm").parent)
     status = f"vitscale status {quote(folder)}"
 
     kind = "job"

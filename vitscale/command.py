@@ -38,10 +38,11 @@ index       data_prep/index_shards.py    index the WebDataset tars of others, un
 verify      data_prep/verify_shards.py   read shards completely; draw samples
 duplicates  data_prep/find_duplicates.py find copies among images and of other sets
 corpus      data_prep/make_corpus.py     write a small corpus: digits or characters
+targets     pretrain/prepare_targets.py  what teachers say of training images, computed once
 """)
 # Those without a script are in this file.
 COMMANDS = _table("""
-prepare     -                            images -> shards: shards, index, verify, duplicates, corpus
+prepare     -                            shards, index, verify, duplicates, corpus, targets
 pretrain    pretrain/main.py             shards -> checkpoint
 finetune    finetune/main.py             checkpoint -> model for other labels
 evaluate    finetune/evaluate_model.py   model and shards -> one table of results
@@ -60,7 +61,7 @@ completion  -                            print the completion of bash, zsh or fi
 PARALLEL = ("pretrain", "finetune", "evaluate", "embed")
 LOCAL = "launch/local.py"
 HELP = ("--help", "-h")
-WITH_CONFIG = (*PARALLEL, "launch", "shards", "index")
+WITH_CONFIG = (*PARALLEL, "launch", "shards", "index", "targets")
 COMPLETION = {
     # Bash divides words at = and replaces what is behind the last one. A name that may go on, of a
     # folder, a group or a key, gets no blank.
@@ -120,7 +121,14 @@ def start(words: Sequence[str]) -> None:
             show("vitscale prepare", PREPARE)
         else:
             script, _ = _known(kind, PREPARE)
-            if "--dry-run" in rest and kind in WITH_CONFIG:
+            is_local = "--dry-run" in rest and kind in WITH_CONFIG
+            if kind == "targets":
+                # By all ranks; its own dry run opens the teachers.
+                is_local = (
+                    not {"--dry-run", *HELP} & {*rest} and "RANK" not in os.environ
+                )
+                rest.insert(0, "stage=targets")
+            if is_local:
                 script = LOCAL
             execute(script, _with_config(kind, rest))
     else:

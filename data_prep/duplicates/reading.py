@@ -51,9 +51,7 @@ def list_images(folder: Path) -> pa.Table:
     # The name of a sample says which of several folders it is from.
     if (folder / INDEX_NAME).is_file():
         samples = list_samples(folder)
-        names = pc.binary_join_element_wise(
-            printable(str(folder)), samples["name"], "/"
-        )
+        names = pc.binary_join_element_wise(printable(folder), samples["name"], "/")
         return samples.set_column(0, "name", names)
 
     if not folder.is_dir():
@@ -78,7 +76,7 @@ def list_images(folder: Path) -> pa.Table:
             rows.append(row)
     except OSError as error:
         # Names of files need not be UTF-8, and may have characters that a terminal obeys.
-        where = printable(str(error.filename or folder))
+        where = printable(error.filename or folder)
         raise UserError(f"cannot be read ({error.strerror})", where=where) from None
 
     if not files:
@@ -162,7 +160,7 @@ def image_of(row: Mapping[str, Any]) -> bytes:
     try:
         return read_shard(file, offset=row["offset"], num_bytes=row["length"])
     except OSError as error:
-        where = printable(str(file))
+        where = printable(file)
         raise UserError(
             f"cannot be read ({error.strerror or error})", where=where
         ) from None

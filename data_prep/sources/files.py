@@ -35,7 +35,7 @@ def split_places(settings: SourceSettings, *, kind: str) -> dict[str, str]:
     kind: what a place may be: `folder`, or `file or folder`, which may also be a pattern. Raises
     UserError for a missing source, paths outside and splits that share files.
     """
-    top = Path(settings.path).expanduser()
+    top = Path(settings.path)
     may_be_file = kind != "folder"
     if not (top.is_dir() or (may_be_file and top.is_file())):
         problem = "is a file, not a folder" if top.exists() else f"no such {kind}"
@@ -106,7 +106,7 @@ def file_containers(
             missing = wanted - names
             names &= wanted
         if not names:
-            raise UserError(f"{printable(str(full))!r}: no {kind}", where=where)
+            raise UserError(f"{printable(full)!r}: no {kind}", where=where)
         if missing:
             raise UserError(
                 f"has no {min(missing)!r}, which the pattern names",
@@ -155,7 +155,7 @@ def _refuse_deeper_files(
     if deeper is not None:
         example = printable(os.path.relpath(deeper, folder))
         raise UserError(
-            f"{printable(str(folder))!r} has {kind} in sub-folders, such as {example!r}: are these "
+            f"{printable(folder)!r} has {kind} in sub-folders, such as {example!r}: are these "
             "splits, or more of the same?",
             where=where,
             allowed=f"{kind} in one folder for each split",

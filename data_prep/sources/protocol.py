@@ -129,7 +129,7 @@ def open_source(settings: SourceSettings, labels: LabelSettings) -> Source:
 
 def source_root(settings: SourceSettings) -> Path:
     """`source.path`, or the folder of that file."""
-    path = Path(settings.path).expanduser()
+    path = Path(settings.path)
     # Paths are relative to a folder, also where a single file is the source.
     if path.is_file():
         return path.parent
@@ -192,7 +192,7 @@ def class_from_cell(
     return text
 
 
-def printable(name: str | bytes) -> str:
+def printable(name: os.PathLike[str] | str | bytes) -> str:
     """Return a file name as valid UTF-8; other bytes and control characters become \\xNN."""
     return visible(os.fsencode(name).decode("utf-8", "backslashreplace"))
 

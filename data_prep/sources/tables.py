@@ -160,7 +160,7 @@ class PathTable(Source):
 
     def containers(self) -> list[Container]:
         # A folder may have tables of other things, so each must be named.
-        if not self.settings.splits and Path(self.settings.path).expanduser().is_dir():
+        if not self.settings.splits and Path(self.settings.path).is_dir():
             raise UserError(
                 f"{self.settings.path!r} is not a table",
                 where="source.path",
@@ -277,7 +277,7 @@ def _batches(
     Raises UserError if the columns unpack to far more than the file: by what it says of them, and
     as they are read, since a dictionary can repeat a cell without end.
     """
-    where = repr(printable(str(path)))
+    where = repr(printable(path))
     check = partial(check_expansion, file_bytes=path.stat().st_size, where=where)
     # Columns of a struct are named IMAGE.bytes.
     prefixes = tuple(f"{column}." for column in columns)

@@ -132,7 +132,7 @@ def load_space(space: str) -> tuple[str, ...]:
     if space in LABEL_SPACES:
         return known_space(space)
     where = "labels.space"
-    if not Path(space).expanduser().is_file():
+    if not Path(space).is_file():
         raise UserError(
             f"{space!r} is neither a known label space nor a file",
             where=where,

@@ -273,9 +273,7 @@ def left_out(file: str | None) -> dict[str, str]:
     if file is None:
         return {}
     try:
-        table = pq.read_table(
-            Path(file).expanduser(), columns=["path", "keep", "copy_of"]
-        )
+        table = pq.read_table(file, columns=["path", "keep", "copy_of"])
         dropped = table.filter(pc.invert(table["keep"]))
         copies, originals = (dropped[name].to_pylist() for name in ("path", "copy_of"))
         return dict(zip(copies, originals, strict=True))

@@ -36,16 +36,8 @@ from vitscale.distributed.atomic_files import blake3_of_file, write_json
 PACKED = "packed"
 
 
-def shard_units(work: WorkFolder) -> list[str]:
-    return read_plan(work).units
-
-
 def split_of(unit: str) -> str:
     return Path(unit).stem.rpartition("-")[0]
-
-
-def num_images(work: WorkFolder) -> list[int]:
-    return read_plan(work).num_rows
 
 
 def write_shard(work: WorkFolder, unit: str) -> None:

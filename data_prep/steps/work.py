@@ -37,7 +37,7 @@ from data_prep.formats.index_files import next_step
 from data_prep.formats.ledger import describe_inputs
 from data_prep.sources.protocol import ChangedSource, check_is_mounted, source_root
 from data_prep.steps.labels import load_labels
-from vitscale.config.changes import changed_settings, keys_without_effect
+from vitscale.config.changes import changed_settings, keys_without_output
 from vitscale.config.errors import (
     EXIT_INTERRUPTED,
     EXIT_STOPPED_RESUMABLE,
@@ -81,7 +81,7 @@ class WorkFolder:
         """task: of the process that this one works for; empty: it is the task itself."""
         self.run = run
         self.task = task or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-        output = Path(run.output).expanduser()
+        output = Path(run.output)
         # The finished folder gets its name by a rename, which cannot replace a link.
         self.output = output.resolve() if output.is_symlink() else output
         self.path = self.output.with_name(f".{self.output.name}.preparing")
@@ -448,7 +448,7 @@ def _is_small(source: SourceSettings) -> bool:
     if source.kind == "path_table":
         return False
     with suppress(OSError):
-        root = Path(source.path).expanduser()
+        root = Path(source.path)
         below = [str(root)] if root.is_file() else files_below(root, follow_links=True)
         # One file more than allowed is enough to know.
         files = list(islice(below, SMALL_FILES + 1))
@@ -503,7 +503,7 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
     Paths of source and output and settings of the execution are left out. Raises UserError for a
     file that cannot be read.
     """
-    config = run.model_dump(mode="json", exclude=keys_without_effect("output"))
+    config = run.model_dump(mode="json", exclude=keys_without_output())
     load_labels(run.labels)  # its errors say more than one of a missing file
     for name in ("labels.map", "labels.space", "source.leave_out", "source.val_labels"):
         section, key = name.split(".")

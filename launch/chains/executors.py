@@ -130,7 +130,7 @@ def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
         if not key.endswith(HASH_OF_FILE):
             continue
         now[key] = known_hash
-        file = Path(now.get(key.removesuffix(HASH_OF_FILE), "")).expanduser()
+        file = Path(now.get(key.removesuffix(HASH_OF_FILE), ""))
         # Only the nodes may see the file.
         if file.is_file():
             now[key] = blake3_of_file(file)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.run import FinetuneRun
-from launch.chains.settings import ChainRun, ChainStage, key_of
+from launch.chains.settings import ChainRun, ChainStage, key_of, stage_of
 from launch.jobs.preparation import RUN_TYPES, LaunchableRun, check_job
 from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
@@ -187,7 +187,7 @@ def _check_stage(
 
     for key, name in stage.inputs.items():
         # All steps of a stage are of one kind. Other keys take any folder.
-        source = steps_of[name][0].kind
+        source = steps_of[stage_of(name)][0].kind
         if source not in SOURCES.get(key, (source,)):
             what = f"{key}: stage {name} is {source}"
             raise UserError(what, where="inputs", allowed=" or ".join(SOURCES[key]))
@@ -205,7 +205,7 @@ def _combinations(
     the stage's own variants and sweep."""
     needs_after = [step.name for name in stage.after for step in steps_of[name]]
     of_chain = [text for text in chain.overrides if _has_key(kind, text)]
-    steps_of_inputs = [steps_of[name] for name in stage.inputs.values()]
+    steps_of_inputs = [steps_of[stage_of(name)] for name in stage.inputs.values()]
 
     for sources in itertools.product(*steps_of_inputs):
         inherited: dict[str, str] = {}
@@ -216,8 +216,8 @@ def _combinations(
             continue
 
         inputs = [
-            f"{key}={yaml_flow(str(source.folder))}"
-            for key, source in zip(stage.inputs, sources, strict=True)
+            f"{key}={yaml_flow(str(source.folder) + name.removeprefix(source.stage))}"
+            for (key, name), source in zip(stage.inputs.items(), sources, strict=True)
         ]
         needs = (*(source.name for source in sources), *needs_after)
         # The seed of what it starts from, so that one seed names a whole branch of the chain.

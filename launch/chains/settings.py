@@ -31,7 +31,7 @@ class ChainStage(Section):
     inputs: dict[str, str] = {}
     """Key of the run -> stage whose folder it is, for example {data.path: shards, init: pretrain}.
     The folder of a data preparation is that of its shards. If that stage has several runs, this
-    stage has one for each of them."""
+    stage has one for each of them. {init: trunk@6000}: a branch of a pre-training at that step."""
     after: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Further stages that must be done before."""
     sweep: dict[str, Annotated[tuple[Any, ...], Field(min_length=1, strict=False)]] = {}
@@ -44,7 +44,8 @@ class ChainStage(Section):
     @property
     def needs(self) -> tuple[str, ...]:
         """Stages that must be done before this one, each once."""
-        return tuple(dict.fromkeys([*self.inputs.values(), *self.after]))
+        sources = [stage_of(name) for name in self.inputs.values()]
+        return tuple(dict.fromkeys([*sources, *self.after]))
 
 
 class ChainRun(Run):
@@ -112,6 +113,11 @@ def _stage_problems(stage: ChainStage) -> Iterator[str]:
     for key in sorted({*stage.inputs, *stage.sweep}):
         if keys.count(key) > 1:
             yield f"{key} is given twice; keep one of overrides, inputs, sweep and variants"
+
+
+def stage_of(source: str) -> str:
+    """Return the stage of an input STAGE or STAGE@STEP."""
+    return source.partition("@")[0]
 
 
 def key_of(override: str) -> str:

@@ -25,8 +25,8 @@ LAST_RESORT = "train/loss"
 # The place of a run in a chain: the chain's name, the stage, and the keys of its sweeps and of its
 # inputs' sweeps.
 CHAIN_TAG = "tracking.tags.chain"
-# A checkpoint in the folder of a run.
-CHECKPOINT = re.compile(r"/checkpoints/[^/]+/?$")
+# A checkpoint in the folder of a run, or a step of it, whose state a branch has taken.
+CHECKPOINT = re.compile(r"/checkpoints/[^/]+/?$|@\d+$")
 # Of a path such as runs/pretrain_seed0, in which repetitions differ, too.
 SEED = re.compile(r"seed[-_=]?\d+")
 BUDGET = re.compile(

@@ -170,6 +170,7 @@ def _curves(comparison: Comparison, line: MetricLine) -> str:
     series = []
     for run in comparison.runs:
         steps, values = np.reshape(run.series(line.key), (-1, 2)).T
+        # JSON has no NaN, and nothing can be drawn there.
         finite = np.flatnonzero(np.isfinite(values))
         places = finite[_drawn(values[finite])]
         x = np.interp(steps[places], run.steps, run.totals[axis])

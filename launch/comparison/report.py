@@ -25,6 +25,7 @@ from launch.comparison.differences import (
 )
 from launch.comparison.runs import ComparedRun
 from launch.jobs.status_text import aligned
+from vitscale.checkpoint.folders import AT_STEP
 from vitscale.config.errors import not_written
 from vitscale.config.redaction import printable
 from vitscale.distributed.atomic_files import write_text
@@ -154,7 +155,11 @@ def _runs_table(comparison: Comparison) -> Table:
             cells.append(format_point(line.key, line.best[place], with_place=True))
         time = format_spent("hours", run.totals["hours"][-1])
         cells += [f"{run.steps[-1]:,}", time, run.status or ABSENT]
-        rows.append((*cells, labels[comparison.origins[place]]))
+        origin = labels[comparison.origins[place]]
+        trunk = AT_STEP.fullmatch(run.params.get("init", ""))
+        if trunk is not None:
+            origin = f"branch of {trunk[1]} at step {int(trunk[2]):,}"
+        rows.append((*cells, origin))
     return Table(title="Results", header=tuple(header), rows=tuple(rows))
 
 

@@ -64,6 +64,7 @@ def sync(arguments: Sequence[str]) -> None:
     opener: Opener = partial(MlflowRun, uri=uri, experiment=given.experiment, say=print)
     if given.to != "mlflow":
         opener = reader_of(given.to, where="--to")
+    # All folders are looked at first, so that a wrong name costs nothing.
     starts = for_each(find_runs(given.runs), _start)
     jobs = jobs_for([folder for _, folder in starts])
     # A parent starts before its children, which name it.

@@ -13,13 +13,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from vitscale.checkpoint.folders import step_folders, step_of
 from vitscale.config.errors import EXIT_CODES, FailureKind, print_note
@@ -29,7 +28,7 @@ from vitscale.distributed.events import (
     Failure,
     append_event,
     cause,
-    read_events,
+    read_as,
     read_failures,
     read_start,
     record_failure,
@@ -101,15 +100,11 @@ READ_ATTEMPT = TypeAdapter(Attempt)
 def read_attempts(run_folder: Path | str) -> list[Attempt]:
     """All attempts, oldest first; empty without events. Unreadable ones are skipped."""
     attempts: dict[int, Attempt] = {}
-    for row in read_events(run_folder):
-        if row["event"] == ATTEMPT:
-            # Another version may have written it.
-            with suppress(ValidationError):
-                attempt = READ_ATTEMPT.validate_python(row)
-                known = attempts.setdefault(attempt.number, attempt)
-                # An end counts even before its start, since a clock may have been set back.
-                if known.ended is None or attempt.ended is not None:
-                    attempts[attempt.number] = attempt
+    for attempt in read_as(READ_ATTEMPT, ATTEMPT, run_folder):
+        known = attempts.setdefault(attempt.number, attempt)
+        # An end counts even before its start, since a clock may have been set back.
+        if known.ended is None or attempt.ended is not None:
+            attempts[attempt.number] = attempt
     return [attempts[number] for number in sorted(attempts)]
 
 
@@ -159,10 +154,7 @@ def record_requeue(attempt: Attempt, run_folder: Path | str) -> None:
 
 def _close(attempt: Attempt, folder: Path, **changes: Any) -> Attempt:
     """Append the end of an attempt. Default of `ended`: the time of its last journal line."""
-    # The last line may be cut off.
-    rows = filter(None, map(decode, reversed(last_lines(folder / JOURNAL_NAME))))
-    row = next(rows, Row(step=0, time=0.0, metrics={}))
-
+    *_, row = [Row(step=0, time=0.0, metrics={}), *last_rows(folder)]
     saved = saved_step(folder)
     values: dict[str, Any] = {
         "ended": max(attempt.started, row.time),
@@ -177,10 +169,7 @@ def _close(attempt: Attempt, folder: Path, **changes: Any) -> Attempt:
 
 def saved_step(run_folder: Path) -> int:
     """Return the step of the newest checkpoint, 0 without one."""
-    folders = step_folders(run_folder / "checkpoints")
-    if not folders:
-        return 0
-    return step_of(folders[0])
+    return max(map(step_of, step_folders(run_folder / "checkpoints")), default=0)
 
 
 def is_complete(run_folder: Path) -> bool:
@@ -202,6 +191,11 @@ def last_lines(path: Path) -> list[bytes]:
         # The first of them has lost its beginning.
         return lines[1:]
     return lines
+
+
+def last_rows(run_folder: Path) -> list[Row]:
+    """Return the last rows of a run's journal; those that cannot be read count as not logged."""
+    return list(filter(None, map(decode, last_lines(run_folder / JOURNAL_NAME))))
 
 
 def _append(folder: Path, attempt: Attempt) -> None:

@@ -26,12 +26,11 @@ from launch.jobs.queue import (
     submitted_ids,
     user_jobs,
 )
-from launch.jobs.run_folders import shown_folder
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, Submission, submit_to_slurm
-from pretrain.run import PretrainRun
+from pretrain.run import PretrainRun, TargetsRun
 from vitscale.config.errors import UserError, UserErrors, not_written, print_note
-from vitscale.config.loader import run_to_yaml
+from vitscale.config.loader import run_to_yaml, shown_path
 from vitscale.config.packaged import PROJECT_ROOT
 from vitscale.distributed.atomic_files import write_text
 from vitscale.runs.data_prep import DataPrepRun
@@ -41,6 +40,7 @@ from vitscale.runs.training import TrainingRun
 LaunchableRun = PretrainRun | FinetuneRun | EvaluateRun | EmbedRun | DataPrepRun
 RUN_TYPES: dict[str, type[LaunchableRun]] = {
     "pretrain": PretrainRun,
+    "targets": TargetsRun,
     "finetune": FinetuneRun,
     "evaluate": EvaluateRun,
     "embed": EmbedRun,
@@ -48,6 +48,7 @@ RUN_TYPES: dict[str, type[LaunchableRun]] = {
 }
 SCRIPTS = {
     "pretrain": "pretrain/main.py",
+    "targets": "pretrain/prepare_targets.py",
     "finetune": "finetune/main.py",
     "evaluate": "finetune/evaluate_model.py",
     "embed": "finetune/embed.py",
@@ -61,8 +62,7 @@ def run_name(run: LaunchableRun) -> str:
     if not isinstance(run, DataPrepRun):
         return run.name
     # Jobs are in a folder of this name below the current one, so paths in it can be relative.
-    absolute = Path(os.path.abspath(Path(run.output).expanduser()))
-    output = Path(shown_folder(absolute))
+    output = Path(shown_path(os.path.abspath(run.output)))
 
     name = f"data_prep-{output.name}"
     # Folders of the same name may be in different places.

@@ -18,11 +18,11 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import psutil  # noqa: F401  # for `descendants`, which may be needed while storage is gone
+import psutil  # noqa: F401  # for `kill_children`, which may be needed while storage is gone
 
 from launch.jobs.attempts import (
     Attempt,
@@ -47,8 +47,8 @@ from vitscale.config.errors import (
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.distributed.events import ATTEMPT_VARIABLE, Failure
 from vitscale.distributed.processes import (
-    descendants,
     free_port,
+    kill_children,
     launcher_variables,
     node_name,
 )
@@ -118,6 +118,7 @@ def one_launcher(job: StageJob) -> Iterator[None]:
 
     Raises UserError, before anything is recorded, where another job has the run folder.
     """
+    # Tasks of a data preparation share their output, and may be many.
     if job.run_folder is None:
         yield
         return
@@ -166,6 +167,7 @@ def run_here(
     folder = Path(job.config).parent / name
     run_folder = Path(job.run_folder or folder)
     ranks: list[Rank] = []
+    # What is recorded if an error of this process itself ends the attempt.
     outcome = Outcome(
         ending=Ending.FAILED, reason="the launcher ended", exit_code=EXIT_FAILED
     )
@@ -193,6 +195,7 @@ def run_here(
             finally:
                 _kill(ranks)
                 ended = end_attempt(attempt, run_folder, outcome)
+        # A stop before the first step has nothing to resume from.
         if ended.ending is Ending.STOPPED:
             text = "stopped; the same command starts the run again"
             if ended.checkpoint_step:
@@ -288,9 +291,8 @@ def _kill(ranks: Sequence[Rank]) -> None:
     """Kill the running ranks and all their descendants."""
     for rank in ranks:
         if rank.poll() is None:
-            for pid in (*descendants(rank.pid), rank.pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_children(rank.pid)
+            rank.kill()
             rank.wait()
 
 

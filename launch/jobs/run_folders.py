@@ -110,11 +110,3 @@ def newest_log(folder: Path) -> Path | None:
 def newest(paths: Iterable[Path]) -> Path | None:
     """The path that was written last, of a link the link itself; None without any."""
     return max(paths, key=lambda path: path.lstat().st_mtime, default=None)
-
-
-def shown_folder(folder: Path) -> str:
-    """The path, relative to the current folder where it is inside."""
-    path = folder.absolute()
-    if path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())
-    return str(path)

@@ -20,7 +20,7 @@ import yaml
 from launch.jobs.attempts import (
     Attempt,
     Ending,
-    last_lines,
+    last_rows,
     read_attempts,
     saved_step,
 )
@@ -36,7 +36,7 @@ from vitscale.distributed.events import (
     read_start,
 )
 from vitscale.distributed.processes import is_alive, node_name
-from vitscale.tracking.journal import JOURNAL_NAME, Row, decode
+from vitscale.tracking.journal import Row
 
 # Of an evaluation, whose journal has image sizes as steps.
 RESULTS_NAME = "results.json"
@@ -413,7 +413,7 @@ def _has_made_shards(folder: Path) -> bool:
     # A configuration may be of another version, or of another stage without an output.
     with suppress(OSError, yaml.YAMLError, LookupError, TypeError):
         output = Path(yaml.safe_load(config.read_text())["output"])
-        return (output.expanduser() / "manifest.json").is_file()
+        return (output / "manifest.json").is_file()
     return False
 
 
@@ -425,7 +425,7 @@ def _read_logged(folder: Path, start: TrainingStart | None) -> LoggedProgress:
 
     Missing files and unreadable lines count as not logged.
     """
-    rows = list(filter(None, map(decode, last_lines(folder / JOURNAL_NAME))))
+    rows = last_rows(folder)
     metrics: dict[str, float] = {}
     for row in rows:
         metrics |= row.metrics

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 
 from launch.jobs.queue import QueuedJob
 from launch.jobs.reasons import BY_ITSELF, why_it_waits
-from launch.jobs.run_folders import shown_folder
 from launch.jobs.run_states import (
     ORDER,
     RESULTS_NAME,
@@ -20,6 +19,7 @@ from launch.jobs.run_states import (
     RunState,
     RunStatus,
 )
+from vitscale.config.loader import shown_path
 from vitscale.tracking.journal import format_duration
 
 MAX_RESULTS = 4
@@ -83,7 +83,7 @@ def line_of(run: RunStatus, *, now: float) -> str:
     elif run.failure is not None:
         parts = [f"{run.state}{at}{ago}: {run.failure.what}"]
         if run.log:
-            parts.append(f"log {shown_folder(run.log)}")
+            parts.append(f"log {shown_path(run.log)}")
     elif run.state is RunState.STOPPED:
         stopped = f"{run.state}{at}{ago}"
         if run.why:
@@ -100,7 +100,7 @@ def line_of(run: RunStatus, *, now: float) -> str:
             f"{number} {ending}" for ending, number in run.restarts.items()
         )
         parts.append(f"restarted {sum(run.restarts.values())}x ({endings})")
-    return f"{shown_folder(run.folder)}: {'; '.join(filter(None, parts))}"
+    return f"{shown_path(run.folder)}: {'; '.join(filter(None, parts))}"
 
 
 def _running(run: RunStatus, length: str, *, now: float) -> Iterator[str]:

@@ -82,6 +82,9 @@ OPTION_LINE = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)
 LOOK_S = 60
 SILENT_LOOKS = 5
 
+# A submission checks its environment twice.
+_say_once = cache(print_note)
+
 # Restarts in a row that may fail without a newer checkpoint.
 MAX_FRUITLESS_RESTARTS = 3
 
@@ -456,11 +459,6 @@ def submission_environment(script: str) -> Iterator[None]:
     with helpers.clean_env(RANK_VARIABLES):
         os.environ.update(kept)
         yield
-
-
-@cache
-def _say_once(text: str) -> None:
-    print_note(text)
 
 
 # ---- in a task of the job ---------------------------------------------------------------------

@@ -30,8 +30,8 @@ from launch.jobs.queue import NoAnswerError, ask_slurm, fields_of
 from launch.jobs.snapshot import folder_name, read_code
 from launch.jobs.status_text import aligned, format_size
 from launch.jobs.submission import sbatch_text, submission_environment
-from pretrain.run import PretrainRun
-from vitscale.checkpoint.folders import resolve_weights, step_folders
+from pretrain.run import PretrainRun, TargetsRun
+from vitscale.checkpoint.folders import place_of, resolve_weights, step_folders
 from vitscale.config.errors import UserError, UserErrors, print_note
 from vitscale.config.loader import yaml_flow
 from vitscale.config.redaction import redact
@@ -74,7 +74,7 @@ class DataFacts(NamedTuple):
     """Samples of `data.val_split`; None where it is not evaluated."""
 
 
-KnownFacts = dict[DataSettings, DataFacts]
+KnownFacts = dict[tuple[DataSettings, bool], DataFacts]
 """What was counted before, for runs that take the same samples: an index may have a billion."""
 
 
@@ -89,12 +89,15 @@ def data_facts(
     # Runs that differ in these settings, or in the size of the batch, take the same samples.
     defaults = {key: DataSettings.model_fields[key].default for key in OF_PIXELS}
     samples = run.data.model_copy(update=defaults | {"global_batch": 1})
-    if samples not in known:
-        known[samples] = _count(samples, check_files=check_files)
-    return known[samples]
+    needs_labels = run.make_objective().needs_labels
+    if (samples, needs_labels) not in known:
+        known[samples, needs_labels] = _count(
+            samples, check_files=check_files, needs_labels=needs_labels
+        )
+    return known[samples, needs_labels]
 
 
-def _count(data: DataSettings, *, check_files: bool) -> DataFacts:
+def _count(data: DataSettings, **options: bool) -> DataFacts:
     # Without an index, only reading all tars would count their samples.
     if data.is_streamed:
         return DataFacts(
@@ -107,7 +110,7 @@ def _count(data: DataSettings, *, check_files: bool) -> DataFacts:
     planned = data.planned_num_samples
     if missing is None:
         try:
-            return _count_files(data, check_files=check_files)
+            return _count_files(data, **options)
         except UserError:
             # Only the nodes may see a URL.
             if planned is None or isinstance(location_of(data.path), Path):
@@ -132,9 +135,13 @@ def _count(data: DataSettings, *, check_files: bool) -> DataFacts:
     )
 
 
-def _count_files(data: DataSettings, *, check_files: bool) -> DataFacts:
+def _count_files(
+    data: DataSettings, *, check_files: bool, needs_labels: bool
+) -> DataFacts:
     """Count what the index says. check_files: also look at the shards, and at the val split."""
-    training_set = open_training_set(data, seed=0, check_files=check_files)
+    training_set = open_training_set(
+        data, seed=0, check_files=check_files, needs_labels=needs_labels
+    )
     parts = training_set.parts
 
     # A description of the plan needs none of this, which takes time with many shards.
@@ -253,6 +260,11 @@ def _known_rows(run: LaunchableRun) -> Rows:
             yield from _evaluation_rows(run)
         elif isinstance(run, EmbedRun):
             yield "data", f"split {run.data.split!r} of {run.data.path}"
+        elif isinstance(run, TargetsRun):
+            yield (
+                "targets",
+                f"{run.views} views of each image, {run.precision}, in {run.output}",
+            )
         else:
             yield from plan_rows(run)
     except UserError as error:
@@ -383,6 +395,12 @@ def _schedule_rows(run: TrainingRun, facts: DataFacts, plan: TrainingPlan) -> Ro
     if schedule.decay not in ("constant", "drops") or plan.cooldown_steps:
         rate += f" to {schedule.final_lr:g} at step {plan.total_steps:,}"
     yield "learning rate", rate
+    if schedule.is_staged:
+        yield (
+            "backbone",
+            f"frozen for {schedule.freeze_backbone_steps:,} steps, then its rate rises to its own "
+            f"over {schedule.backbone_ramp_steps:,}",
+        )
 
 
 def _cost_rows(
@@ -595,8 +613,11 @@ def run_checks(run: LaunchableRun, *, known: KnownFacts | None = None) -> list[C
 def _files(run: LaunchableRun) -> dict[str, str]:
     """Weights that a first start reads, by their setting."""
     files = {"init": getattr(run, "init", None)}
-    if teacher := getattr(getattr(run, "objective", None), "teacher", None):
+    objective = getattr(run, "objective", None)
+    if teacher := getattr(objective, "teacher", None):
         files["objective.teacher.weights"] = teacher.weights
+    for number, teacher in enumerate(getattr(objective, "teachers", ())):
+        files[f"objective.teachers[{number}].weights"] = teacher.weights
     return {key: file for key, file in files.items() if file}
 
 
@@ -687,6 +708,8 @@ def _training_checks(
     facts = data_facts(run, check_files=True, known=known)
     check_data(run, facts)
     yield _training_data(run, facts)
+    if isinstance(run, TargetsRun):
+        return
     yield from _loader(run, facts)
     yield from _micro_batches(run, facts)
     # The error of the disk has a row of its own beside those of the data.
@@ -720,7 +743,7 @@ def _training_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Check:
 
 def _weights(key: str, file: str) -> Check:
     # Weights on a hub are fetched when they are needed.
-    if file.startswith("hf://") or Path(file).exists():
+    if file.startswith("hf://") or place_of(file).exists():
         return Check("weights", "ok", file)
     next_step = f"correct {key}=, unless another job writes it before this one starts"
     return Check("weights", "warning", f"{file} does not exist here", next_step)

@@ -51,6 +51,8 @@ embed init=runs/a --dry-run --num-procs 2 | finetune/embed.py init=runs/a --dry-
 predict init=runs/a cat.jpg | finetune/predict.py init=runs/a cat.jpg
 prepare shards data/digits | data_prep/make_shards.py --config data/digits
 prepare verify runs/a | data_prep/verify_shards.py runs/a
+prepare targets x output=t | launch/local.py --config x stage=targets output=t
+prepare targets x --dry-run | pretrain/prepare_targets.py --config x stage=targets --dry-run
 launch chains/demo --dry-run | launch/slurm.py --config chains/demo --dry-run
 launch --local chains/demo | launch/local.py --config chains/demo
 compare sync runs/a | launch/compare.py sync runs/a
@@ -72,7 +74,7 @@ def test_the_script_itself_runs_as_a_rank(started, monkeypatch):
 def test_all_commands_have_scripts():
     found = [*COMMANDS.values(), *PREPARE.values()]
     scripts = [ROOT / script for script, _ in found if script != "-"]
-    assert len(scripts) == 16
+    assert len(scripts) == 17
     assert all(script.is_file() for script in scripts)
 
 

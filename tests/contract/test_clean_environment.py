@@ -3,10 +3,9 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 from tests.contract.tree import ROOT
+from tests.support.waiting import run_python
 
 # What a test sees, and a process that it starts.
 DESCRIBE = """
@@ -53,13 +52,13 @@ def become_hostile():
 
 
 def test_a_test_inherits_nothing_of_the_shell_that_starts_it():
-    done = subprocess.run(
-        [sys.executable, "-c", CLEAN, DESCRIBE],
+    done = run_python(
+        "-c",
+        CLEAN,
+        DESCRIBE,
         cwd=ROOT,
         env=HOSTILE | {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
         preexec_fn=become_hostile,
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)

@@ -2,10 +2,7 @@
 site files of containers agree with the rest."""
 
 import re
-import subprocess
-import sys
 import tomllib
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -13,6 +10,7 @@ from packaging.utils import canonicalize_name
 from docs.settings_page import ALL_RUN_TYPES, PAGE, renewed
 from tests.contract.tree import ROOT
 from tests.support.tables import every
+from tests.support.waiting import run_python
 from vitscale.config.command_line import settings_reference
 from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run, load_run_file, run_to_yaml
@@ -25,7 +23,7 @@ INIT = f"init={ROOT}/tests/golden/weights/google/model.npz"
 CARD = ("What", "Command", "Hardware", "Expect", "Source")
 
 
-def _name(path: Path) -> str:
+def _name(path):
     return str(path.relative_to(ROOT))
 
 
@@ -89,7 +87,7 @@ def test_configuration_page_is_up_to_date():
 VERSION = re.compile(r"^([\w.-]+)==([^\s;]+)", re.MULTILINE)
 
 
-def _versions(name: str) -> dict[str, str]:
+def _versions(name):
     pairs = VERSION.findall((ROOT / name).read_text())
     return {canonicalize_name(package): version for package, version in pairs}
 
@@ -113,14 +111,8 @@ def test_the_site_files_of_containers_are_valid(name, monkeypatch):
     # The line of the site file is shown as the place of its values.
     site = f"containers/{name}.yaml"
     monkeypatch.setenv("VITSCALE_SITE", site)
-    command = [sys.executable, "launch/slurm.py", "--config", "configs/vit_h14.yaml"]
-    shown = subprocess.run(
-        [*command, "--print-config"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    words = ("launch/slurm.py", "--config", "configs/vit_h14.yaml", "--print-config")
+    shown = run_python(*words, cwd=ROOT, check=True).stdout
     assert f"{site}:3" in shown
     assert "/images/vitscale.s" in shown
 

@@ -65,7 +65,7 @@ PUBLIC = set(
 )
 
 
-def used_names() -> set[str]:
+def used_names():
     """Attributes that the file reads or sets of DeepSpeed's objects."""
     names = set()
     for node in ast.walk(ast.parse(FILE.read_text())):

@@ -3,7 +3,6 @@
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,7 +44,7 @@ EXTERNAL = set(
 )
 
 
-def _tracked() -> set[str]:
+def _tracked():
     """Every file and folder of the tree that git knows or would add."""
     command = "git ls-files --cached --others --exclude-standard".split()
     names = subprocess.run(
@@ -60,7 +59,7 @@ def _tracked() -> set[str]:
     return known
 
 
-def _anchors(page: Path) -> set[str]:
+def _anchors(page):
     """As GitHub makes them from headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
     return {
@@ -69,7 +68,7 @@ def _anchors(page: Path) -> set[str]:
     }
 
 
-def _is_known(path: str, tracked: set[str]) -> bool:
+def _is_known(path, tracked):
     """Paths may be relative to any folder; `*` stands for part of a name, NAME for a new file."""
     if "NAME" in path:
         path = "/".join(path.split("/")[:2])
@@ -145,7 +144,7 @@ def test_the_docs_list_every_metric():
     assert documented == logged
 
 
-def _metrics_in(path: Path) -> Iterator[str]:
+def _metrics_in(path):
     """Literal names, and in evaluations the keys of dicts that are returned or called metrics."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Constant) and METRIC.fullmatch(str(node.value)):

@@ -7,7 +7,6 @@ import ast
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Iterator
 
 from tests.contract.tree import ROOT, imports_of, module_files, parsed, scripts
 
@@ -138,7 +137,7 @@ def test_no_collective_runs_while_an_error_unwinds():
     assert not wrong
 
 
-def _called(statements: Iterable[ast.stmt]) -> set[str]:
+def _called(statements):
     """Names of the functions that are called in them, nested functions included."""
     names = set()
     for node in itertools.chain.from_iterable(map(ast.walk, statements)):
@@ -154,7 +153,7 @@ def _called(statements: Iterable[ast.stmt]) -> set[str]:
 
 
 # Statements that also run where an error passes by.
-def _clean_up(function: ast.FunctionDef) -> Iterator[ast.stmt]:
+def _clean_up(function):
     if function.name in ("__exit__", "__del__"):
         yield from function.body
     for node in ast.walk(function):

@@ -2,16 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.contract.tree import ROOT, imports_of, module_files, scripts
-from tests.support.tables import Values
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, run_python
 
 HEAVY = ("torch", "torchvision", "deepspeed", "timm", "mlflow", "webdataset")
 # What the files of a script or a folder say.
@@ -23,6 +18,7 @@ STAGE_OF = {
     "finetune.export": "export",
     "finetune.predict": "predict",
     "finetune.visualize": "visualize",
+    "pretrain.prepare_targets": "targets",
 }
 # Of all scripts together; about a second. With torch it would be over a thousand.
 MAX_MODULES = 800
@@ -70,15 +66,15 @@ os._exit(0)  # not with the code of the last script
 """
 
 
-def run_all(folder: Path, commands: dict[str, list[str]]) -> dict[str, Any]:
+def run_all(folder, commands):
     """What RUN_ALL found; the scripts write nothing."""
     before = sorted(folder.iterdir())
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL, json.dumps([HEAVY, commands])],
+    done = run_python(
+        "-c",
+        RUN_ALL,
+        json.dumps([HEAVY, commands]),
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
@@ -90,7 +86,7 @@ def run_all(folder: Path, commands: dict[str, list[str]]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory) -> Values:
+def started(tmp_path_factory):
     """Every script with --help, and those with a configuration with a wrong one."""
     folder = tmp_path_factory.mktemp("started")
     commands = {}
@@ -113,8 +109,7 @@ def test_a_missing_package_is_named():
     # are started by programs that have found the package already.
     others = {"launch.jobs.requeue_decision", "vitscale.command"}
     for script in scripts() - others:
-        command = [sys.executable, "-I", "-S", str(module_files()[script])]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = run_python("-I", "-S", module_files()[script])
         assert done.returncode == 2, done
         assert "Run: pip install -e ." in done.stderr, done
 
@@ -123,8 +118,7 @@ def test_a_missing_package_is_named():
 def test_training_imports_no_tracker():
     # mlflow alone takes seconds to import, on every rank.
     code = "import sys, vitscale.training.session; print({'mlflow', 'wandb'} & {*sys.modules})"
-    words = [sys.executable, "-c", code]
-    assert subprocess.check_output(words, cwd=ROOT, text=True).endswith("set()\n")
+    assert run_python("-c", code, cwd=ROOT).stdout.endswith("set()\n")
 
 
 def test_scripts_start_light(started):

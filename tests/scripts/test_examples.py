@@ -20,6 +20,7 @@ COMMANDS = {
     "gpu_training.py --device cpu --models L16": "real / synthetic: ",
     "loader_speed.py": "ours (region) / webdataset: ",
     "sharding_speed.py": "header / shardwriter: ",
+    "stored_targets.py": "stored S / live S: ",
 }
 
 

@@ -16,7 +16,7 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "golden"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Golden:
     """The golden files, compared with what a test made or, with --renew-golden, written anew."""
 

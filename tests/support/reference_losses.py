@@ -78,6 +78,55 @@ def distillation(teacher: nn.Module, *, kind: str, alpha: float, tau: float) -> 
     return loss_of
 
 
+def features(
+    teachers: list[nn.Module],
+    *,
+    shares: tuple[float, ...],
+    weights: tuple[float, float],
+) -> Loss:
+    """Ranzinger et al. 2024, section 3, vector by vector, in float64.
+
+    weights: of class token and patches. The grid of each teacher is a multiple of the student's.
+    """
+
+    def loss_of(run, pixels, sample):
+        total = 0.0
+        predicted = run(pixels, output="objective", patch_grid=None)
+        for teacher, share, (class_BD, patches_BLD) in zip(
+            teachers, shares, predicted, strict=True
+        ):
+            with torch.no_grad():
+                tokens_BTD = teacher.forward_features(pixels).double()
+            side = math.isqrt(patches_BLD.shape[1])
+            step = math.isqrt(tokens_BTD.shape[1] - 1) // side
+            class_terms = []
+            patch_terms = []
+            for image, right_TD in enumerate(tokens_BTD):
+                class_terms.append(_angle(class_BD[image].double(), right_TD[0]))
+                grid_RSD = right_TD[1:].view(side * step, side * step, -1)
+                for number in range(side * side):
+                    top = number // side * step
+                    left = number % side * step
+                    block = grid_RSD[top : top + step, left : left + step]
+                    right_D = block.mean(dim=(0, 1))
+                    given_D = patches_BLD[image, number].double()
+                    gaps_D = (given_D - right_D).abs()
+                    near_D = gaps_D.square() / 2
+                    distance = torch.where(gaps_D < 1, near_D, gaps_D - 0.5).mean()
+                    patch_terms.append(0.9 * _angle(given_D, right_D) + 0.1 * distance)
+            parts = torch.stack(
+                [torch.stack(class_terms).mean(), torch.stack(patch_terms).mean()]
+            )
+            total = total + share * (parts * torch.tensor(weights)).sum()
+        return total
+
+    return loss_of
+
+
+def _angle(one_D: torch.Tensor, other_D: torch.Tensor) -> torch.Tensor:
+    return 1 - (one_D * other_D).sum() / one_D.norm() / other_D.norm()
+
+
 def contrastive(temperature: float) -> Loss:
     """Chen et al. 2020, equation 1, of each image and its mirror image."""
 

@@ -26,6 +26,7 @@ Run = Callable[..., Any]
 # Takes normalised pixels in fp32 and a function that runs the model on them.
 Loss = Callable[[Run, torch.Tensor, "Sample"], torch.Tensor]
 TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token")
+HEADS = ("head.", "objective.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ class Recipe:
     frozen: str = ""
     """Part of the names of parameters that do not move in the first steps."""
     frozen_steps: int = 0
+    stages: tuple[int, int] = (0, 0)
+    """Steps of the heads alone, and steps in which the rate of all else then rises."""
     drop_seed: int = 0
 
 
@@ -298,6 +301,8 @@ def _moved(first: float, last: float | None, step: int, recipe: Recipe) -> float
 
 
 def _is_frozen(name: str, step: int, recipe: Recipe) -> bool:
+    if not name.startswith(HEADS) and step < recipe.stages[0]:
+        return True
     return recipe.frozen in name and step < recipe.frozen_steps
 
 
@@ -323,6 +328,9 @@ def _updated(
     rate = rate_at(step, recipe) * scale
     if _is_frozen(name, step, recipe):
         rate = 0.0
+    if not name.startswith(HEADS):
+        num_free = step - recipe.stages[0] + 1
+        rate *= min(1.0, max(0, num_free) / max(1, recipe.stages[1]))
     # Biases, norms and learned tokens are not decayed.
     decay = 0.0
     if w.ndim >= 2 and name.rpartition(".")[2] not in TOKENS:

@@ -1,4 +1,4 @@
-"""Wait in tests for other processes and threads.
+"""Run Python in tests, and wait for other processes and threads.
 
 A shared machine may stall for half a minute, so these limits say nothing about speed: they
 bound how long a failing test hangs. A test that something happens in time compares it with an event
@@ -27,6 +27,12 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, else_say()
         time.sleep(every_s)
+
+
+def run_python(*words: object, **options) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments; what it prints is kept as text. options: of the process."""
+    options = {"capture_output": True, "text": True, **options}
+    return subprocess.run([sys.executable, *map(str, words)], **options)
 
 
 def stacks(pids: Sequence[int]) -> str:

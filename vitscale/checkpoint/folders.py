@@ -56,6 +56,8 @@ Gather = Callable[[Any], list[Any]]
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
+# RUN@STEP: a step of a run. On the hub `@` names a revision.
+AT_STEP = re.compile(r"(?!hf://)(.+)@(\d+)")
 REMEDY = "use another checkpoint of the run"
 ALLOWED_MODELS = (
     "a run folder (runs/NAME) or a checkpoint folder of it (checkpoints/step-N), a folder of timm "
@@ -261,16 +263,26 @@ def newest_checkpoint(
     return None, []
 
 
+def place_of(path: str) -> Path:
+    """The folder that a path means, or of RUN@STEP the checkpoint of that step."""
+    named = AT_STEP.fullmatch(path)
+    if named is None:
+        return Path(path)
+    run, step = named.groups()
+    return Path(run, "checkpoints", f"step-{int(step):08d}")
+
+
 def resolve_weights(
     path: str, *, key: str = "init", **ranks: Any
 ) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint that a setting means: one folder, or the newest valid one of a run folder.
+    """The checkpoint that a setting means: one folder, RUN@STEP, or the newest valid one of a run
+    folder.
 
     key: the setting, for errors. ranks: as for `read_checkpoint`; each verifies its share of the
     files.
     Returns it and a sentence for each newer one that is damaged. Raises UserError if there is none.
     """
-    folder = Path(path)
+    folder = place_of(path)
     gather = ranks.get("gather", only_this_rank)
     is_one = STEP_FOLDER.fullmatch(folder.name) and (folder / MANIFEST).is_file()
     # As rank 0 sees it, so that all verify the same.
@@ -280,6 +292,15 @@ def resolve_weights(
     if checkpoint is not None:
         return checkpoint, complaints
 
+    # A run keeps its newest checkpoints and the best one.
+    kept = [str(step_of(each)) for each in step_folders(folder.parent)]
+    if STEP_FOLDER.fullmatch(folder.name) and kept:
+        raise UserError(
+            f"the run has no checkpoint of step {step_of(folder)}",
+            where=f"{key}={path}",
+            allowed=f"the steps that are kept: {', '.join(reversed(kept))}",
+            next_step="take one of them, or repeat the run with a larger checkpoint.keep",
+        )
     what = "no such run or checkpoint folder"
     if folder.is_dir():
         what = "holds no checkpoint"

@@ -59,12 +59,12 @@ def has_effect(key: str, purpose: Purpose) -> bool:
     return not any(purpose in WITHOUT_EFFECT.get(group, ()) for group in groups)
 
 
-def keys_without_effect(purpose: Purpose) -> dict[str, Any]:
-    """The keys that do not count, as pydantic's `exclude` takes them: {output: True}."""
+def keys_without_output() -> dict[str, Any]:
+    """The keys that do not count for an output, as pydantic's `exclude` takes them."""
     found: dict[str, Any] = {}
     for key, purposes in WITHOUT_EFFECT.items():
         group, _, name = key.rpartition(".")
-        if purpose in purposes:
+        if "output" in purposes:
             # A key without a group stands at the top.
             (found.setdefault(group, {}) if group else found)[name] = True
     return found

@@ -226,12 +226,12 @@ def _place(name: str, mark: yaml.Mark | None) -> str:
 # ---- files and overrides ----------------------------------------------------------------------
 
 
-def shown_path(path: str) -> str:
+def shown_path(path: Path | str) -> str:
     """`path`, relative to the working directory where it is inside."""
     relative = os.path.relpath(path)
     # A path outside is shorter and clearer as it was given.
     if relative.startswith("..") and os.path.isabs(path):
-        return path
+        return str(path)
     return relative
 
 
@@ -345,8 +345,9 @@ def read_override(text: str) -> Source:
 PATH_KEYS = frozenset(
     """
     output init images images.N data.path data.mixture.N.path data.only_keys
-    data.remote.cache_path remote.cache_path objective.teacher.weights stages.N.config source.path
-    source.val_labels source.leave_out labels.space labels.map
+    data.remote.cache_path remote.cache_path objective.teacher.weights objective.teachers.N.weights
+    objective.targets stages.N.config source.path source.val_labels source.leave_out labels.space
+    labels.map
     """.split()
 )
 

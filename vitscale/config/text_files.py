@@ -18,7 +18,7 @@ def read_named(file: str, *, where: str) -> bytes:
     Raises UserError for a path that is wrong, StorageError.
     """
     try:
-        return Path(file).expanduser().read_bytes()
+        return Path(file).read_bytes()
     except OSError as error:
         where = f"{where}={file}"
         raise not_read(error, where, next_step="correct the path") from None

@@ -258,12 +258,7 @@ def read_manifest(folder: Location | str) -> Manifest:
     """Read manifest.json. Raises UserError when `folder` is not a finished shard folder."""
     path = location_of(folder) / MANIFEST_NAME
     try:
-        text = (
-            retried_read(path.read_bytes, name=path)
-            if isinstance(path, Path)
-            else b"".join(read_chunks(path))
-        )
-        manifest = TypeAdapter(Manifest).validate_json(text)
+        manifest = TypeAdapter(Manifest).validate_json(read_file(path))
     except OSError as error:
         folder = Path(path).parent
         what = "no such folder"
@@ -297,6 +292,13 @@ def read_manifest(folder: Location | str) -> Manifest:
                     next_step="do not use this folder unless you trust who made it",
                 )
     return manifest
+
+
+def read_file(path: Location) -> bytes:
+    """A whole small file. Raises OSError, and what `retried_read` and `read_chunks` raise."""
+    if isinstance(path, Path):
+        return retried_read(path.read_bytes, name=path)
+    return b"".join(read_chunks(path))
 
 
 def stays_inside(name: str) -> bool:
@@ -335,7 +337,12 @@ def read_split(
     files = [(folder / INDEX_NAME, manifest.index_bytes, manifest.index_blake3)]
     files += [(root / shard.name, shard.bytes, shard.blake3) for shard in entry.shards]
     if check_files:
-        _check_sizes(files, split=split, where=folder)
+        check_sizes(
+            [file[:2] for file in files],
+            what=f"files of split {split!r}",
+            where=folder,
+            again="make the shards again",
+        )
     settings = remote_settings or RemoteSettings()
     limit = int(settings.cache_gib * 2**30)
     index_path, *shards = (
@@ -417,15 +424,15 @@ def _numpy(numbers: pa.Array) -> np.ndarray:
     return np.from_dlpack(numbers)
 
 
-def _check_sizes(
-    files: list[tuple[Location, int, str]], *, split: str, where: Location
+def check_sizes(
+    files: Sequence[tuple[Any, int]], *, what: str, where: Location, again: str
 ) -> None:
     """Raise UserError that names the local files that are missing or have another size.
 
-    files: (path, bytes, hash).
+    files: (path, bytes); those that are not local are left out. again: how to make them.
     """
     wrong = []
-    for path, num_bytes, _ in files:
+    for path, num_bytes in files:
         if not isinstance(path, Path):
             continue
         try:
@@ -437,10 +444,10 @@ def _check_sizes(
 
     if wrong:
         raise UserError(
-            f"{len(wrong)} of {len(files)} files of split {split!r} cannot be used, such as\n"
+            f"{len(wrong)} of {len(files)} {what} cannot be used, such as\n"
             + "\n".join(f"    {line}" for line in wrong[:MAX_SHOWN]),
             where=where,
-            next_step="copy the folder again, or make the shards again",
+            next_step=f"copy the folder again, or {again}",
         )
 
 

@@ -43,6 +43,8 @@ from vitscale.data.samples import (
     split_views,
 )
 from vitscale.data.settings import DataSettings
+from vitscale.data.target_rows import Features, decoded
+from vitscale.data.targets import Header
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.fork_server import (
     SIGNALS,
@@ -92,12 +94,24 @@ class Batch:
     number of ranks; in an evaluation their numbers in the split."""
     views: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """uint8 [B, count, 3, side, side] of each of `data.views`, in their order."""
+    targets: Sequence[Features] = ()
+    """Class token and patches of each teacher, where they are stored."""
 
     def with_views(self, shapes: Mapping[str, tuple[int, ...]]) -> Batch:
         """The same batch, whose `images` are [B, N], the pixels of all views, with its views."""
         views = split_views(self.images, shapes)
         first = next(iter(views.values()))
         return replace(self, images=first[:, 0], views=views)
+
+    def with_targets(self, header: Header) -> Batch:
+        """The same batch, whose `images` are [B, N], pixels and stored rows, with its targets."""
+        num_pixels = self.images.shape[1] - header.content_bytes
+        side = math.isqrt(num_pixels // 3)
+        return replace(
+            self,
+            images=self.images[:, :num_pixels].unflatten(1, (3, side, side)),
+            targets=decoded(self.images[:, num_pixels:], header),
+        )
 
     def to(self, device: torch.device) -> Batch:
         tensors = self.images, self.labels, self.weights

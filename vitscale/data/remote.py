@@ -52,6 +52,8 @@ SCHEMES = ("http", "https", "s3", "gs")
 _PLAIN = re.compile(
     rf"((?:{'|'.join(SCHEMES)})://[A-Za-z0-9._~:-]+|file://)(/[A-Za-z0-9._~%+=,@!:/ -]*)?"
 )
+# Of a hash, where a row or an index keeps its beginning.
+HASH_BYTES = 8
 # Bytes that are wrong this often are damaged where they are stored, or in their index.
 DAMAGED_READS = 3
 # A prefetch evicts no shard that was used this recently: it may be one of the current block.
@@ -218,9 +220,18 @@ def _filesystem(scheme: str) -> Any:
 # ---- the cache -----------------------------------------------------------------------------------
 
 
-def prefix_of_hash(data: bytes) -> int:
-    """The first 8 bytes of the BLAKE3 of `data`, little-endian."""
-    return int.from_bytes(blake3.blake3(data).digest(8), "little")
+def prefix_of_hash(data: bytes | memoryview) -> int:
+    """The first bytes of the BLAKE3 of `data`, little-endian."""
+    return int.from_bytes(blake3.blake3(data).digest(HASH_BYTES), "little")
+
+
+def has_hash(data: bytes | memoryview, hash_prefix: int | None = None) -> bool:
+    """Whether bytes have this prefix of their hash; None: the one that stands at their end."""
+    if hash_prefix is None:
+        hash_prefix = int.from_bytes(data[-HASH_BYTES:], "little")
+        # Without a copy.
+        data = memoryview(data)[:-HASH_BYTES]
+    return prefix_of_hash(data) == hash_prefix
 
 
 @cache
@@ -308,11 +319,11 @@ class RemoteFile:
             path.unlink(missing_ok=True)
         return self.path()
 
-    def read(self, *, offset: int, num_bytes: int, hash_prefix: int) -> bytes:
+    def read(self, *, offset: int, num_bytes: int, hash_prefix: int | None) -> bytes:
         """Bytes of one range; fetched again if those on the local disk are damaged.
 
-        hash_prefix: first 8 bytes of their BLAKE3. Raises OSError if they are damaged where they
-        are stored, and StorageError if the local disk does not give them.
+        hash_prefix: first 8 bytes of their BLAKE3; None: they end in it. Raises OSError if they are
+        damaged where they are stored, and StorageError if the local disk does not give them.
         """
         failure: OSError | None = None
         for _ in range(DAMAGED_READS):
@@ -324,7 +335,7 @@ class RemoteFile:
             except OSError as error:  # a bad block, or evicted just now
                 data = b""
                 failure = error
-            if prefix_of_hash(data) == hash_prefix:
+            if has_hash(data, hash_prefix):
                 return data
             # A damaged copy would be found again: removed, it is fetched anew in the next round.
             with suppress(OSError):

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from vitscale.config.errors import UserError
@@ -109,6 +110,12 @@ class Augmentation:
         self.crops: list[DataSettings] = []
         for view in settings.all_views:
             self.crops += [settings.of_view(view)] * view.count
+        # Found once, since comparing settings takes a microsecond for each crop.
+        self.augmented = [
+            number
+            for number, settings in enumerate(self.crops)
+            if settings.augment != NOTHING
+        ]
 
     def write(
         self, data: bytes, draw: Draw, out: torch.Tensor, *, entry_points: bytes = b""
@@ -130,18 +137,21 @@ class Augmentation:
         self.decoder.crops(data, [request for request, _, _ in drawn], outs)
 
         for number, (_, right, down) in enumerate(drawn):
-            pixels = outs[number]
-            settings = self.crops[number]
             if right or down:
-                pixels.copy_(crops.reflected(pixels, right=right, down=down))
-            if settings.augment != NOTHING:
-                # A separate stream, so that augmentation does not change crop and flip.
-                key = augmentation_key(self.seed, draw, number, purpose="augment2")
-                random = CounterRandom(key)
-                changed = augment(
-                    pixels, settings.augment, random, settings.mean, settings.std
-                )
-                pixels.copy_(changed)
+                shifted = crops.reflected(outs[number], right=right, down=down)
+                outs[number].copy_(shifted)
+        for number in self.augmented:
+            settings = self.crops[number]
+            # A separate stream, so that augmentation does not change crop and flip.
+            key = augmentation_key(self.seed, draw, number, purpose="augment2")
+            changed = augment(
+                outs[number],
+                settings.augment,
+                CounterRandom(key),
+                settings.mean,
+                settings.std,
+            )
+            outs[number].copy_(changed)
 
 
 def _drawn(
@@ -208,8 +218,13 @@ class TrainingSamples(Samples):
         assert training_set.order is not None
         self.parts = training_set.parts
         self.order = training_set.order
+        self.targets = training_set.targets
         self.augmentation = augmentation
         self.shape = augmentation.shape
+        self.num_pixels = math.prod(self.shape)
+        if self.targets is not None:
+            # What teachers say of an image travels behind its pixels.
+            self.shape = (self.num_pixels + self.targets.header.content_bytes,)
 
     def prefetch(self, positions: Sequence[int]) -> None:
         """Fetch remote shards of this block of the order and the next in the background."""
@@ -222,8 +237,18 @@ class TrainingSamples(Samples):
             index = self.parts[part]
             shard = int(index.shard_of[draw.sample])
             numbers = self.order.parts[part].shards_ahead(epoch=draw.epoch, shard=shard)
-            ahead += [index.shards[number] for number in numbers]
+            for number in numbers:
+                ahead.append(index.shards[number])
+                if self.targets is not None:
+                    ahead.append(self.targets.file(part, draw.epoch, number))
         prefetch(ahead)
+
+    def draw_at(self, position: int) -> Draw:
+        """What is read at a position; with targets, epochs repeat the views that have some."""
+        draw = self.order.at(position)
+        if self.targets is not None:
+            draw = draw._replace(epoch=draw.epoch % self.targets.header.views)
+        return draw
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write an image, or another one of the same set that substitutes it.
@@ -231,9 +256,17 @@ class TrainingSamples(Samples):
         Raises UserError if no substitute can be read either, or if the storage cannot be accessed:
         outages are transient, and substituting would make runs non-deterministic.
         """
-        draw = self.order.at(position)
+        draw = self.draw_at(position)
         index = self.parts[draw.part]
         unreadable: list[Unreadable] = []
+        if self.targets is not None:
+            # Of a substitute, teachers have said it in the same place.
+            shard = int(index.shard_of[draw.sample])
+            row = draw.sample - int(self.order.parts[draw.part].first_samples[shard])
+            file = self.targets.file(draw.part, draw.epoch, shard)
+            stored = np.frombuffer(self.targets.read(file, row), np.uint8)
+            out[self.num_pixels :].numpy()[:] = stored
+            out = out[: self.num_pixels].view(self.augmentation.shape)
 
         for attempt in range(MAX_SUBSTITUTES + 1):
             sample = draw.sample

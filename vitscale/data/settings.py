@@ -97,9 +97,9 @@ class DataSettings(Section):
     `train-{000000..000146}.tar`."""
     webdataset: WebdatasetSettings = WebdatasetSettings()
     mixture: Items[MixedInShards] = ()
-    """Further sets with the same label map; `path` provides the remaining samples. The settings
-    above that choose samples are for `path`. Images that `dev_percent` holds out, in any copy, are
-    refused; those of `val_split` are counted in a line."""
+    """Further sets, with the same label map where labels are read; `path` provides the remaining
+    samples. The settings above that choose samples are for `path`. Images that `dev_percent` holds
+    out, in any copy, are refused; those of `val_split` are counted in a line."""
     repeats: int = Field(default=1, gt=0, le=16)
     """Repeated augmentation: how often each sample comes, augmented differently. DeiT: 3. All are
     in one global batch if `global_batch` is a multiple of 64 * repeats."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from vitscale.data.index import (
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
 from vitscale.data.remote import RemoteFile
 from vitscale.data.settings import DataSettings, RemoteSettings
+from vitscale.data.targets import StoredTargets, images_of, open_targets
 from vitscale.data.webdataset import tars_of_split
 from vitscale.distributed.random_numbers import permutation, stream_key
 
@@ -50,13 +51,20 @@ class TrainingSet:
     """With `reader: webdataset`."""
     key_hash: str | None = None
     """Of the rows that `only_keys` chose."""
+    targets: StoredTargets | None = None
+    """What teachers say of the samples."""
 
 
 def open_training_set(
-    settings: DataSettings, *, seed: int, check_files: bool = True
+    settings: DataSettings,
+    *,
+    seed: int,
+    check_files: bool = True,
+    needs_labels: bool = True,
 ) -> TrainingSet:
     """Read every index. check_files: False where another rank checks that the shards are there.
 
+    needs_labels: False where the sets of a mixture may have classes of their own, or none.
     Raises UserError for damaged folders and incompatible label maps.
     """
     if settings.is_streamed:
@@ -82,16 +90,22 @@ def open_training_set(
         dev = first.subset(np.sort(rows[-num_dev:]), name=name)
         first = first.subset(np.sort(rows[:-num_dev]), name=f"without the {name}")
 
-    parts = (first, *(read(mixed_in.path) for mixed_in in settings.mixture))
+    parts = [first, *(read(mixed_in.path) for mixed_in in settings.mixture)]
     for number, part in enumerate(parts[1:]):
         where = f"data.mixture[{number}].path"
         if part.label_map_sha256 != first.label_map_sha256:
-            raise UserError(
+            what = (
                 f"its {len(part.classes)} classes differ from the {len(first.classes)} of "
-                f"{settings.path}",
-                where=where,
-                next_step="prepare both with the same labels.space",
+                f"{settings.path}"
             )
+            if needs_labels:
+                raise UserError(
+                    what,
+                    where=where,
+                    next_step="prepare both with the same labels.space",
+                )
+            note = f"{part.folder}: labels are ignored, also by evaluations: {what}"
+            parts[number + 1] = replace(part, note=note)
         num_held_out = 0 if dev is None else _num_shared(dev, part)
         if num_held_out:
             # Images are compared by their bytes, since a copy elsewhere has another name.
@@ -127,11 +141,24 @@ def open_training_set(
         classes=first.classes,
         label_map_sha256=first.label_map_sha256,
         fingerprint=fingerprint,
-        parts=parts,
+        parts=tuple(parts),
         order=order,
         dev=dev,
         key_hash=first.key_hash,
     )
+
+
+def with_targets(
+    training_set: TrainingSet, folder: str, settings: DataSettings, **views: Any
+) -> TrainingSet:
+    """The same samples with what teachers say of them, from a folder of `vitscale prepare targets`.
+
+    views: further arguments of `images_of`. Raises UserError for targets that do not fit.
+    """
+    parts = training_set.parts
+    images = images_of(parts, settings, **views)
+    targets = open_targets(folder, parts, images, remote=settings.remote)
+    return replace(training_set, targets=targets)
 
 
 def _streamed_set(settings: DataSettings) -> TrainingSet:

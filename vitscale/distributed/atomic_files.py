@@ -146,36 +146,20 @@ def blake3_of_file(path: Path | str, *, from_disk: bool = False) -> str:
     return digest.hexdigest()
 
 
-def retried(work: Callable[[], T], *, name: Path | str | None = None) -> T:
-    """The result of `work`, which is repeated after an error of PASSING. Raises OSError.
-
-    name: of a file, for a line that says so from the second error on.
-    """
-    return _repeated(work, PAUSES_S, name=name)
-
-
-def retried_read(work: Callable[[], T], *, name: Path | str) -> T:
-    """The same for a read of training data, which is repeated for longer.
-
-    Raises StorageError for an error that has not passed, and OSError for any other.
-    """
-    try:
-        return _repeated(work, READ_PAUSES_S, name=name, patience_s=READ_PATIENCE_S)
-    except OSError as error:
-        if error.errno not in PASSING:
-            raise
-        step = "check the storage, then run the same command again"
-        raise not_read(error, name, next_step=step) from None
-
-
-def _repeated(
+def retried(
     work: Callable[[], T],
-    pauses_s: Sequence[float],
     *,
-    name: Path | str | None,
+    name: Path | str | None = None,
+    pauses_s: Sequence[float] | None = None,
     patience_s: float = math.inf,
 ) -> T:
-    """patience_s: no attempt begins later than this after the first."""
+    """The result of `work`, which is repeated after an error of PASSING. Raises OSError.
+
+    name: of a file, for a line that says so from the second error on. pauses_s: before each further
+    attempt; None: PAUSES_S. patience_s: no attempt begins later than this after the first.
+    """
+    if pauses_s is None:
+        pauses_s = PAUSES_S
     start = time.monotonic()
 
     for number, pause_s in enumerate(pauses_s):
@@ -189,6 +173,22 @@ def _repeated(
                 print_note(f"{name}: {error.strerror}; reading it again")
         time.sleep(pause_s)
     return work()
+
+
+def retried_read(work: Callable[[], T], *, name: Path | str) -> T:
+    """The same for a read of training data, which is repeated for longer.
+
+    Raises StorageError for an error that has not passed, and OSError for any other.
+    """
+    try:
+        return retried(
+            work, name=name, pauses_s=READ_PAUSES_S, patience_s=READ_PATIENCE_S
+        )
+    except OSError as error:
+        if error.errno not in PASSING:
+            raise
+        step = "check the storage, then run the same command again"
+        raise not_read(error, name, next_step=step) from None
 
 
 class _ForgivingFile(io.FileIO):

@@ -118,9 +118,10 @@ def read_events(run_folder: Path | str) -> list[dict[str, Any]]:
     return [row for _, _, row in sorted(reversed(rows), key=lambda each: each[0])]
 
 
-def _read(
-    event: str, run_folder: Path | str, adapter: TypeAdapter[Event]
+def read_as(
+    adapter: TypeAdapter[Event], event: str, run_folder: Path | str
 ) -> list[Event]:
+    """All readable events of one name, oldest first; another version may have written others."""
     found = []
     for row in read_events(run_folder):
         if row["event"] == event:
@@ -137,7 +138,7 @@ def record_start(run_folder: Path | str, *, first_step: int, total_steps: int) -
 
 def read_start(run_folder: Path | str) -> TrainingStart | None:
     """The last start of a training; None without one."""
-    return next(reversed(_read(STARTED, run_folder, READ_START)), None)
+    return next(reversed(read_as(READ_START, STARTED, run_folder)), None)
 
 
 def record_failure(run_folder: Path | str, failure: Failure) -> None:
@@ -158,7 +159,7 @@ def read_failures(
     run_folder: Path | str, *, attempt: str | None = None
 ) -> list[Failure]:
     """All reports in the order of the file, or those of one attempt."""
-    found = _read(FAILED, run_folder, READ_FAILURE)
+    found = read_as(READ_FAILURE, FAILED, run_folder)
     return [each for each in found if attempt is None or each.attempt == attempt]
 
 

@@ -182,9 +182,9 @@ def end_now(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def kill_children() -> None:
-    """Kill everything that this process has started, with SIGKILL."""
-    for pid in descendants(os.getpid()):
+def kill_children(parent: int | None = None) -> None:
+    """Kill everything that a process has started, with SIGKILL. parent: None: this process."""
+    for pid in descendants(parent or os.getpid()):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 

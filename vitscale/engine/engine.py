@@ -112,6 +112,7 @@ class Engine:
         for group in self.base_optimizer.param_groups:
             group.setdefault("lr_scale", 1.0)
             group.setdefault("part", "")
+            group.setdefault("is_backbone", False)
             group.setdefault("full_decay", group.get("weight_decay", 0.0))
 
         # Training starts from the weights as they were before DeepSpeed rounded them.
@@ -334,14 +335,18 @@ class Engine:
         *,
         rate_factor: Callable[[str], float] = lambda part: 1.0,
         decay_factor: float = 1.0,
+        backbone_factor: float = 1.0,
     ) -> None:
         """The rate of the head; a group's `lr_scale` gives that of the layers below.
 
-        rate_factor: of a part of the model (`Objective.part_of`); the gradients of one that is 0
-        count in no norm. decay_factor: of weight decay.
+        rate_factor: of a part of the model (`Objective.part_of`). decay_factor: of weight decay.
+        backbone_factor: of all but the heads. What has a rate of 0 stays as it is, since decay goes
+        with the rate, and its gradients count in no norm.
         """
         for group in self.base_optimizer.param_groups:
             factor = rate_factor(group["part"])
+            if group["is_backbone"]:
+                factor *= backbone_factor
             group["lr"] = lr * group["lr_scale"] * factor
             group["is_frozen"] = factor == 0
             group["weight_decay"] = group["full_decay"] * decay_factor

@@ -222,7 +222,9 @@ def open_model(
         arch = arch.model_copy(update={"image_size": image_size})
     problem = dict(arch.problems()).get("model.image_size")
     if problem:
-        raise UserError(problem, where="image_size")
+        # Beside the key of the weights: each teacher has a section.
+        where = ".".join([*key.split(".")[:-1], "image_size"])
+        raise UserError(problem, where=where)
 
     # The seed has no effect: every tensor is replaced, or the transfer raises.
     network: nn.Module = MODELS[arch.name].load().build_model(arch, seed=0)

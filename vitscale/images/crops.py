@@ -11,9 +11,9 @@ import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,8 +42,7 @@ Range = tuple[float, float]
 # H height, W width, R rows and C columns of the output
 
 
-@dataclass(frozen=True, slots=True)
-class CropBox:
+class CropBox(NamedTuple):
     """A rectangle in pixels."""
 
     left: int
@@ -52,8 +51,7 @@ class CropBox:
     height: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CropRequest:
+class CropRequest(NamedTuple):
     """A box of an image and how to resample it to `size`."""
 
     box: CropBox
@@ -445,10 +443,9 @@ def decode_regions(
     """
     given = []
     for request, out in zip(requests, outs, strict=True):
-        box = request.box
         given.append(
             (
-                (box.left, box.top, box.width, box.height),
+                request.box,
                 out,
                 request.size,
                 request.interpolation == "bicubic",

@@ -182,9 +182,10 @@ def memory_estimate(
 
     count = costs.num_parameters(arch)
     parameters = on_one_rank(count * weight_bytes, sharded_from=3)
-    if getattr(costs, "has_teacher", False):
+    if hasattr(costs, "teacher_parameters"):
         # Whole on every rank, in the precision of the forward pass.
-        parameters += count * (4 if precision == "fp32" else 2)
+        teacher_bytes = 4 if precision == "fp32" else 2
+        parameters += costs.teacher_parameters(arch) * teacher_bytes
     if zero_stage == 3:
         parameters += weight_bytes * min(count, GATHERED_AHEAD)
     if is_low:

@@ -79,12 +79,12 @@ class TimmModel(nn.Module):
 
         Raises UserError for weights that do not fit; then nothing was loaded.
         """
-        left_out: tuple[str, ...] = ()
+        left_out: tuple[str, ...] = ("objective.",)
         next_step = "give weights of the same model of timm"
         if keep_head:
             next_step += " and the same classes, or keep_head=false"
         else:
-            left_out = tuple(f"{name}." for name in self.classifiers)
+            left_out += tuple(f"{name}." for name in self.classifiers)
         target = _compared(self.state_dict(), left_out)
         given = _compared(weights, left_out)
 
@@ -145,7 +145,8 @@ def build_model(arch: TimmSettings, *, seed: int) -> TimmModel:
         torch.manual_seed(seed)
         model = _create(arch)
         drop_by_position(model, seed=seed)
-        for last in map(model.get_submodule, model.classifiers):
+        named = dict(model.named_modules())
+        for last in map(named.get, model.classifiers):
             if isinstance(last, nn.Linear | nn.Conv2d) and last.bias is not None:
                 nn.init.normal_(last.weight, std=arch.head_std)
                 nn.init.constant_(last.bias, arch.head_bias)
@@ -165,7 +166,7 @@ def _create(arch: TimmSettings) -> TimmModel:
     model.__class__ = type(
         kind.__name__, (TimmModel, kind), {"__module__": kind.__module__}
     )
-    model.classifiers = classifiers(config) if arch.num_classes else ()
+    model.classifiers = classifiers(config)
 
     # Names are gone when the optimiser asks, so each parameter says it itself.
     undecayed = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()

@@ -69,6 +69,8 @@ class ViT(VisionTransformer):
     """
 
     objective: nn.Module
+    classifiers = ("head", "head_dist")
+    """Modules that are left out of a transfer, and trained while the backbone is frozen."""
     pools_both = False
     """The head sees the class token and the mean of the patches (DINOv2)."""
 

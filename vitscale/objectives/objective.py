@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 
 from vitscale.config.errors import UserError
-from vitscale.config.section import NamedSection, Problems, Section
+from vitscale.config.section import NamedSection, Problems
 from vitscale.evaluation.classification import ClassificationSettings
 from vitscale.evaluation.evaluation import SettingsBase
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.models.registry import costs_of
+from vitscale.objectives.settings import TeacherSettings
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +96,8 @@ class Objective:
         reason = f"{self.settings.name} trains no classifier"
         if run.model.num_classes is not None:
             yield ("model.num_classes", f"{reason}; set it to null")
+        if run.keep_head not in ("auto", False):
+            yield "keep_head", f"{reason}; set it to false"
         if getattr(run.model, "representation_layer", False):
             yield ("model.representation_layer", f"{reason}; set it to false")
         if getattr(run.model, "distillation_token", False):
@@ -176,6 +179,10 @@ class Objective:
     def num_parameters(self, arch: Architecture) -> int:
         """Exact count of trained values, with those that this objective adds."""
         return int(costs_of(arch).num_parameters(arch))
+
+    def teacher_parameters(self, arch: Architecture) -> int:
+        """Values of teachers, which are not trained, as far as they are known."""
+        return self.num_parameters(arch) if self.has_teacher else 0
 
     def train_flops_per_image(self, arch: Architecture) -> int:
         """Model FLOPs of one training step per image, counted as `models.costs` does."""
@@ -286,18 +293,6 @@ class Supervised(Objective):
         )
 
 
-class TeacherSettings(Section):
-    """The model whose predictions are the student's second target. It is never trained."""
-
-    model: str | None = None
-    """timm's name, for example regnety_160 (DeiT's teacher); null: `weights` is a run of ours."""
-    weights: str
-    """Weights of `model`: .safetensors, .npz, or a torch file of tensors alone (.pth, .pt; also
-    below the key `model`, as DeiT's teacher). With model=null a run folder or checkpoint folder."""
-    image_size: PositiveInt | None = None
-    """Pixels a side that the teacher sees; images are resized to it. null: its own."""
-
-
 class DistillationSettings(SupervisedSettings):
     name: Literal["distillation"] = "distillation"  # type: ignore[assignment]  # another entry
     """Labels and a teacher's predictions are learned together. Touvron et al. 2021 (DeiT), sec. 3.
@@ -330,13 +325,11 @@ class Distillation(Supervised):
     ) -> dict[str, Any]:
         from vitscale.objectives.teacher import open_teacher
 
-        # The field names of the settings are the parameters of `open_teacher`.
-        options = self.settings.teacher.model_dump()
         self.teacher = open_teacher(
-            **options, classes=classes, world=world, engine=engine
+            self.settings.teacher, classes=classes, world=world, engine=engine
         )
         self.messages += self.teacher.messages
-        return {"teacher": self.teacher.fingerprint}
+        return {"teacher": self.teacher.frozen.fingerprint}
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
         from vitscale.objectives.losses import hard_loss, soft_loss

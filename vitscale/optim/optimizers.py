@@ -25,8 +25,9 @@ def optimizer_groups(
     decayed: Callable[[str, torch.Tensor], bool],
     layers_above: Callable[[str], int],
     part_of: Callable[[str], str] = lambda name: "",
+    is_backbone: Callable[[str], bool] = lambda name: False,
 ) -> list[dict[str, Any]]:
-    """Groups by `lr_scale` (see `Engine.set_learning_rate`) and `part_of` the model, each split
+    """Groups by `lr_scale`, `part_of` and `is_backbone` (`Engine.set_learning_rate`), each split
     into decayed and not.
 
     Parameters that need no gradient are in none. Never an empty one, on which some optimisers fail.
@@ -35,7 +36,7 @@ def optimizer_groups(
     multiplies it by (schedule * peak * lr_scale), of which big_vision (optax.py: rates, then decay,
     then schedule) keeps the schedule alone; the rest is divided out here.
     """
-    groups: dict[tuple[float, bool, str], dict[str, Any]] = {}
+    groups: dict[tuple[float, bool, str, bool], dict[str, Any]] = {}
     for name, parameter in named:
         if not parameter.requires_grad:
             continue
@@ -53,14 +54,15 @@ def optimizer_groups(
                 decay /= settings.lr * scale
 
         part = part_of(name)
-        group = {
+        group: dict[str, Any] = {
             "params": [],
             "weight_decay": decay,
             "full_decay": decay,
             "lr_scale": scale,
             "part": part,
+            "is_backbone": is_backbone(name),
         }
-        key = (scale, not is_decayed, part)
+        key = (scale, not is_decayed, part, group["is_backbone"])
         groups.setdefault(key, group)["params"].append(parameter)
 
     # Sorted: rates rise from the embedding to the head, decayed before not decayed.

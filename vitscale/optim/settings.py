@@ -168,6 +168,21 @@ class ScheduleSettings(Section):
     """Learning rate at the last step."""
     cooldown_share: float = Field(default=0.0, ge=0, lt=1)
     """constant only: the last share of all steps, which brings the rate to `final_lr` linearly."""
+    freeze_backbone_steps: NonNegativeInt = 0
+    """Steps in which only heads are trained: classifiers, and what the objective adds. For new
+    heads on a trained backbone, which stays as it is to the bit; a step costs the same."""
+    backbone_ramp_steps: NonNegativeInt = 0
+    """Steps after those, in which the backbone's learning rate rises linearly to its own."""
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the backbone has a learning rate of its own for some steps."""
+        return bool(self.freeze_backbone_steps or self.backbone_ramp_steps)
+
+    def backbone_factor(self, step: int) -> float:
+        """Factor of the backbone's learning rate at a step, the first being 0."""
+        num_free = step - self.freeze_backbone_steps + 1
+        return min(1.0, max(0, num_free) / max(1, self.backbone_ramp_steps))
 
 
 def schedule_problems(schedule: ScheduleSettings) -> Problems:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
+from vitscale.checkpoint.folders import AT_STEP, place_of
 from vitscale.config.errors import UserError
 from vitscale.config.section import Items, NamedSection, Problems, Run, Section
 from vitscale.data.index import held_out_split
@@ -23,6 +25,7 @@ from vitscale.evaluation.registry import (
     listed_twice,
 )
 from vitscale.models.registry import ModelSettings
+from vitscale.models.settings import ViTSettings
 from vitscale.optim.settings import (
     OptimSettings,
     ScheduleSettings,
@@ -32,6 +35,9 @@ from vitscale.optim.settings import (
 from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.tracking.settings import TrackingSettings, tracking_problems
 
+# Keys of `model` that mean the head of the training before.
+OF_HEAD = {"num_classes", "head_bias", "head_std"}
+OF_TRANSFER = ("init_weights", "keep_head", "position_embedding", "init_patch")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -54,8 +60,27 @@ class TrainingRun(Run):
     seed: NonNegativeInt = 0
     """Seed of initial weights, sample order, augmentation and dropout."""
     data: DataSettings
-    model: ModelSettings
-    """The model family and its size."""
+    model: ModelSettings = ViTSettings()
+    """The model family and its size. Where neither `preset` nor all sizes are given, the model of
+    `init`: its keys, and the pixels that it expects in `data`, wherever nobody sets them."""
+    init: str | None = None
+    """Initial weights: a run folder, a checkpoint folder, a file of weights (.npz, .safetensors,
+    .pth), a folder of Hugging Face or timm, timm/NAME or hf://OWNER/NAME; see docs/weights.md.
+    RUN@STEP in pre-training: a branch of a run, from that step on, with optimiser and position; see
+    docs/methods.md. null: none."""
+    init_weights: Literal["auto", "model", "ema"] = "auto"
+    """Start from the weights themselves (model) or their average (ema). auto: the average where
+    the checkpoint has one."""
+    keep_head: bool | Literal["auto", "slice"] = "auto"
+    """true: keep the head of `init` too, for the same classes, matched by name (DeiT at 384 px).
+    slice: keep its rows of the shards' classes (EVA's 21k head for 1k labels). false: a new head.
+    auto: true where both name the same classes and the head fits, else false."""
+    position_embedding: Literal["auto", "google", "timm", "deit", "dinov2"] = "auto"
+    """How learned position embeddings are resampled to the new grid; see docs/recipes.md. auto: as
+    the library does that the weights come from."""
+    init_patch: Literal["same", "resize"] = "same"
+    """resize: `init` may have another patch size; its patch embedding is resized to the model's.
+    Beyer et al. 2023 (FlexiViT)."""
     optim: OptimSettings
     schedule: ScheduleSettings
     engine: EngineSettings = EngineSettings()
@@ -79,16 +104,42 @@ class TrainingRun(Run):
     def folder(self) -> str:
         return self.output or f"runs/{self.name}"
 
+    @property
+    def trunk(self) -> Path | None:
+        """The checkpoint of another run that this one continues with all of its state, if any."""
+        if self.stage != "pretrain" or not AT_STEP.fullmatch(self.init or ""):
+            return None
+        return place_of(str(self.init))
+
     def make_objective(self) -> Any:
         """Make the `Objective` that `objective` names."""
         raise NotImplementedError
 
     def implied(self) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from held_out_split(self.data)
+        if self.init is None or self.model.is_complete:
+            return
+        try:
+            # Imported late: torch takes seconds, and all other runs start without it.
+            from vitscale.evaluation.trained_model import PIXELS, read_model
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"to read the model of init, this machine needs {error.name}",
+                where="model",
+                next_step="describe the model, such as model.preset=S/16",
+            ) from None
+        source, _, arch = read_model(
+            self.init, weights=self.init_weights, model=self.model
+        )
 
-    def starts_from(self) -> str | None:
-        """Path of the weights that a new run starts from; None: random ones."""
-        return None
+        # The family's keys, without those that mean the classes of the training before.
+        model = arch.model_dump(mode="json", exclude_unset=True, exclude=OF_HEAD)
+        expected = source.preprocessing
+        pixels = {key: expected[key] for key in PIXELS if key in expected}
+        # Crops of the training are resized alike; they have no filter `area`.
+        if pixels["eval_interpolation"] != "area":
+            pixels["interpolation"] = pixels["eval_interpolation"]
+        yield f"init={self.init}", {"model": model, "data": pixels}
 
     def problems(self) -> Problems:
         yield from self.model.problems()
@@ -97,6 +148,16 @@ class TrainingRun(Run):
         data = self.data
         engine = self.engine
 
+        if self.init is None and not self.model.is_complete:
+            yield (
+                "init",
+                "null, and `model` describes no model; set init=timm/vit_small_patch16_224."
+                "augreg_in21k for published weights, or model.preset=S/16 for random ones",
+            )
+        for key in OF_TRANSFER:
+            is_set = getattr(self, key) != type(self).model_fields[key].default
+            if is_set and self.trunk is not None:
+                yield key, "a branch has all state of its trunk; remove the key"
         if not RUN_NAME.fullmatch(self.name):
             what = "use letters, digits, '.', '-', '_', at most 100 of them"
             yield ("name", f"{self.name!r}: {what}")
@@ -130,6 +191,8 @@ class TrainingRun(Run):
         yield from optim_problems(self.optim, zero_stage=engine.zero_stage)
         yield from raw_problems(self.deepspeed, engine=engine)
         yield from launch_problems(self.launch)
+        # The objective knows which models and data it can train on.
+        yield from self.make_objective().problems(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -216,19 +216,10 @@ def _find(client: MlflowClient, query: str, *, limit: int) -> list[Any]:
     return runs[:limit]
 
 
-def _find_by_id(
-    client: MlflowClient, tracking_id: str, *, experiment: str
-) -> Any | None:
-    """The run with this tag. experiment: where it is most likely."""
-    query = f"tags.`{ID_TAG}` = {tracking_id!r}"
-
-    # Most runs are in the experiment that they name: one request instead of one per page.
-    likely = client.get_experiment_by_name(experiment)
-    if likely is not None:
-        runs = client.search_runs([likely.experiment_id], query, max_results=1)
-        if runs:
-            return runs[0]
-    return next(iter(_find(client, query, limit=1)), None)
+def _find_by_id(client: MlflowClient, tracking_id: str) -> Any | None:
+    """The run with this tag, whichever experiment it was moved to."""
+    runs = _find(client, f"tags.`{ID_TAG}` = {tracking_id!r}", limit=1)
+    return next(iter(runs), None)
 
 
 def chart_page(uri: str, experiment: str) -> str:
@@ -246,7 +237,7 @@ def chart_page(uri: str, experiment: str) -> str:
     store = redact(uri)
     database = sqlite_path(uri)
     if database is not None:
-        store = f"sqlite:///{shown_path(str(database))}"
+        store = f"sqlite:///{shown_path(database)}"
     command = f"mlflow ui --backend-store-uri {shlex.quote(store)}"
     return f"{command}, then open\n  http://127.0.0.1:5000/{page}"
 
@@ -307,10 +298,10 @@ class MlflowRun(RunReader):
         self.client = client
         experiment = experiment or self.record.experiment
 
-        run = _find_by_id(client, self.record.tracking_id, experiment=experiment)
+        run = _find_by_id(client, self.record.tracking_id)
         if run is not None and not self._is_ours(run):
             self.record = _as_copy(self.record, folder)
-            run = _find_by_id(client, self.record.tracking_id, experiment=experiment)
+            run = _find_by_id(client, self.record.tracking_id)
             say(f"MLflow: another folder continues this run; {folder} is a new one")
 
         record = self.record
@@ -519,7 +510,7 @@ def _origin_tags(client: MlflowClient, record: RunRecord) -> dict[str, str]:
     source = own_record(path) or own_record(path.parent.parent)
     run = None
     if source is not None:
-        run = _find_by_id(client, source.tracking_id, experiment=source.experiment)
+        run = _find_by_id(client, source.tracking_id)
     if run is None:
         return {}
 

@@ -30,7 +30,7 @@ class Reader(RunReader):
         super().__init__(folder)
         self._folder = folder / "tensorboard"
         self.run_id = str(self._folder)
-        self.page = f"tensorboard --logdir {quote(shown_path(str(folder.parent)))}"
+        self.page = f"tensorboard --logdir {quote(shown_path(folder.parent))}"
         self._folder.mkdir(exist_ok=True)
         self._open()
 

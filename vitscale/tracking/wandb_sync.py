@@ -65,7 +65,7 @@ class Reader(RunReader):
 
         # Steps before it are there; W&B refuses to go back.
         self._first_step = self._run.starting_step
-        self.run_id = self._run.url or shown_path(str(Path(self._run.dir).parent))
+        self.run_id = self._run.url or shown_path(Path(self._run.dir).parent)
         self.page = self._run.url or f"wandb sync {quote(self.run_id)}"
 
     def sync(self, status: Status, *, ended: float | None = None) -> None:

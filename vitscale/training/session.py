@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -26,6 +26,7 @@ from vitscale.checkpoint.folders import (
     Commit,
     Score,
     best_of,
+    resolve_weights,
     step_folders,
     step_of,
 )
@@ -44,7 +45,12 @@ from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, training_batches
 from vitscale.data.order import ORDER_VERSION
 from vitscale.data.samples import view_shapes
-from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
+from vitscale.data.training_set import (
+    TrainingSet,
+    open_training_set,
+    open_val_split,
+    with_targets,
+)
 from vitscale.data.webdataset import check_shares
 from vitscale.distributed.atomic_files import or_warn, write_json, write_text
 from vitscale.distributed.events import EVENTS_NAME, record_start
@@ -86,9 +92,8 @@ from vitscale.tracking.mlflow_sync import (
 )
 from vitscale.tracking.tracker import Tracker
 from vitscale.training.interval_log import IntervalLog, profiled
+from vitscale.training.start import load_initial_weights
 
-# Loads weights into a fresh model; returns their source, and what to say about them.
-InitialWeights = Callable[[nn.Module, Architecture], tuple[str | None, list[str]]]
 # Settings that act on the first weights alone.
 START_ONLY = """
 init init_weights keep_head position_embedding init_patch model.weight_init model.position_init
@@ -99,22 +104,16 @@ CARD_KEY = re.compile(r"^(\w+): +", re.MULTILINE)
 
 
 @contextmanager
-def open_session(
-    run: TrainingRun,
-    objective: Objective,
-    *,
-    initial_weights: InitialWeights | None = None,
-) -> Iterator[TrainingSession]:
+def open_session(run: TrainingRun, objective: Objective) -> Iterator[TrainingSession]:
     """Open a run: join the ranks, read the index, build the engine, resume, start tracking.
 
-    initial_weights: what a new run starts from; None: random weights. Ignored when resuming.
     Raises UserError for anything that cannot train, before the first step, and SystemExit for a run
     that is finished.
     """
     with ExitStack() as stack:
         watchdog = stack.enter_context(watched_ranks(Path(run.folder), run.engine))
         with watchdog.reporting():
-            yield TrainingSession(stack, watchdog, run, objective, initial_weights)
+            yield TrainingSession(stack, watchdog, run, objective)
 
 
 def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
@@ -139,7 +138,6 @@ class TrainingSession:
         watchdog: Watchdog,
         run: TrainingRun,
         objective: Objective,
-        initial_weights: InitialWeights | None,
     ) -> None:
         """stack: closes what is opened here. The others: as in `open_session`."""
         self.run = run
@@ -155,7 +153,7 @@ class TrainingSession:
         self._read_data()
         self._make_plan()
         checkpoint = self._open_checkpoints(stack)
-        model = self._initial_model(checkpoint, initial_weights)
+        model = self._initial_model(checkpoint)
         self.engine = build_engine(run, self.plan, self.world, self.arch, model)
         self._schedule_evaluations()
         self._resume(checkpoint)
@@ -165,7 +163,7 @@ class TrainingSession:
     def _read_data(self) -> None:
         """Read the index of the samples, and refuse an objective that they do not fit."""
         self.data, self.val_index = once_per_node(
-            lambda: _read_index(self.run),
+            lambda: _read_index(self.run, needs_labels=self.objective.needs_labels),
             is_maker=self.world.local_rank == 0,
             gather=gather_objects,
         )
@@ -194,6 +192,8 @@ class TrainingSession:
         agreed = self.objective.prepare(
             classes=self.data.classes, world=self.world, engine=run.engine
         )
+        if self.data.targets is not None:
+            agreed["targets"] = self.data.targets.fingerprint
         # Heads of another size would read each other's values.
         agreed["num_parameters"] = self.objective.num_parameters(self.arch)
         self._description = compatibility_key(run, self.arch, self.data, agreed)
@@ -207,6 +207,15 @@ class TrainingSession:
             )
         )
         checkpoint, messages = self.store.newest()
+        # A branch starts with the state of its trunk, and resumes with its own.
+        self._is_new = checkpoint is None
+        if checkpoint is None and self.run.trunk is not None:
+            checkpoint, messages = resolve_weights(
+                str(self.run.trunk),
+                rank=self.world.rank,
+                world_size=self.world.world_size,
+                gather=gather_objects,
+            )
         self._messages += messages
         self._messages += self.objective.messages
         self._messages += [part.note for part in self.data.parts if part.note]
@@ -214,7 +223,9 @@ class TrainingSession:
         self.start_step = 0
         self._num_unreadable = 0
         if checkpoint is not None:
-            check_resumable(checkpoint, self._description, self.plan)
+            check_resumable(
+                checkpoint, self._description, self.plan, is_branch=self._is_new
+            )
             self.start_step = checkpoint.step
             # Checkpoints of earlier versions do not count them.
             self._num_unreadable = checkpoint.progress.get("unreadable", 0)
@@ -230,16 +241,14 @@ class TrainingSession:
         self._best_score: Score | None = best and best[1]
         return checkpoint
 
-    def _initial_model(
-        self, checkpoint: Checkpoint | None, initial_weights: InitialWeights | None
-    ) -> nn.Module:
+    def _initial_model(self, checkpoint: Checkpoint | None) -> nn.Module:
         """A model on the CPU: random, or with weights from elsewhere if this is the first start."""
         model = build_model(self.run, self.objective, self.arch)
-        self._source = self.run.starts_from()
-        if checkpoint is None and initial_weights is not None:
-            self._source, messages = start_from(
-                model, self.arch, initial_weights, self.world
-            )
+        self._source = self.run.init
+        if self.run.trunk is not None:
+            self._source = str(self.run.trunk)
+        if checkpoint is None and self._source is not None:
+            self._source, messages = start_from(model, self.arch, self.run, self.world)
             self._messages += messages
         elif self.world.is_first and (record := read_record(self.folder)) is not None:
             # The record names the commit of a repository that the run started from.
@@ -251,7 +260,11 @@ class TrainingSession:
         if self.val_index is not None:
             subject = Subject(
                 model=self.engine,
-                train=tuple(self.data.parts),
+                train=tuple(
+                    part
+                    for part in self.data.parts
+                    if part.label_map_sha256 == self.data.label_map_sha256
+                ),
                 val=self.val_index,
                 data=self.run.data,
                 image_size=self.arch.image_size,
@@ -273,7 +286,10 @@ class TrainingSession:
         if checkpoint is not None:
             restore_engine(self.engine, checkpoint)
             self._messages += changes_since_start(self.folder, self.run)
-            self._messages.append(f"resuming {self.folder} at step {self.start_step}")
+            begins = f"resuming {self.folder}"
+            if self._is_new:
+                begins = f"a branch of {checkpoint.folder.parent.parent}"
+            self._messages.append(f"{begins} at step {self.start_step}")
         if self.run.data.is_streamed:
             self._messages.append(
                 "tars without an index: a resume is not exact, it shuffles anew; "
@@ -366,7 +382,7 @@ class TrainingSession:
             name=run.name,
             stage=run.stage,
             tags=tags,
-            resume_step=self.start_step,
+            resume_step=0 if self._is_new else self.start_step,
             is_writer=is_first,
             note=CARD_KEY.sub(r"\n**\1:** ", card).strip(),
             origin=self._source,
@@ -444,6 +460,7 @@ class TrainingSession:
                 self.lr,
                 rate_factor=self.objective.rate_factor,
                 decay_factor=self.run.optim.decay_factor(step, plan.total_steps),
+                backbone_factor=self.run.schedule.backbone_factor(step),
             )
             yield step
 
@@ -485,6 +502,8 @@ class TrainingSession:
             first = step * plan.global_batch + number * plan.micro_batch
             positions = np.arange(first, first + len(batch.labels))
             batch = replace(batch, positions=positions)
+            if self.data.targets is not None:
+                batch = batch.with_targets(self.data.targets.header)
             if self.run.data.views:
                 batch = batch.with_views(self._views)
             if mixing is not None:
@@ -607,9 +626,20 @@ class TrainingSession:
             self.log.say(f"step {commit.step}: checkpoint {commit.folder}")
 
 
-def _read_index(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
+def _read_index(
+    run: TrainingRun, *, needs_labels: bool
+) -> tuple[TrainingSet, SplitIndex | None]:
     """Training and evaluated samples. Each node looks for all files: one may lack a mount."""
-    training_set = open_training_set(run.data, seed=run.seed)
+    training_set = open_training_set(run.data, seed=run.seed, needs_labels=needs_labels)
+    folder = getattr(run.objective, "targets", None)
+    if folder is not None:
+        training_set = with_targets(
+            training_set,
+            folder,
+            run.data,
+            image_size=run.model.image_size,
+            seed=run.seed,
+        )
     val_index = training_set.dev
     if val_index is None:
         val_index = open_val_split(run.data, parts=training_set.parts)
@@ -685,18 +715,18 @@ def _refuse_unfit_parameters(model: nn.Module, title: str) -> None:
 
 
 def start_from(
-    model: nn.Module, arch: Architecture, load: InitialWeights, world: World
-) -> tuple[str | None, list[str]]:
-    """Let rank 0 load weights into a fresh model on the CPU; copy them to all ranks. Collective.
+    model: nn.Module, arch: Architecture, run: TrainingRun, world: World
+) -> tuple[str, list[str]]:
+    """Let rank 0 load `init` into a fresh model on the CPU; copy it to all ranks. Collective.
 
-    Returns what `load` does. Raises UserError, on all ranks, when `load` does; NodeError where
+    Returns what `load_initial_weights` does, and raises its UserError on all ranks; NodeError where
     another node can read what that of rank 0 cannot.
     """
-    source_and_messages: tuple[str | None, list[str]] = (None, [])
+    source_and_messages: tuple[str, list[str]] = ("", [])
     failure: Exception | None = None
     if world.is_first:
         try:
-            source_and_messages = load(model, arch)
+            source_and_messages = load_initial_weights(model, arch, run)
         except (OSError, UserError) as error:
             failure = error
 
@@ -708,7 +738,7 @@ def start_from(
         if failure is not None:
             raise failure
         if is_tried and not world.is_first:
-            load(model, arch)
+            load_initial_weights(model, arch, run)
 
     for tensor in model.state_dict().values():
         broadcast_tensor(tensor, source=0)
@@ -741,12 +771,17 @@ def build_engine(
             family.compile_blocks(network)
     model.to(world.device)
 
+    # Without stages there is one group for both: kernels are launched for each group.
+    classifiers: Any = model.classifiers
+    heads = tuple(f"{name}." for name in ("objective", *classifiers))
+    is_staged = run.schedule.is_staged
     groups = optimizer_groups(
         model.named_parameters(),
         settings=run.optim,
         decayed=family.decayed,
         layers_above=lambda name: family.layers_above(name, arch),
         part_of=objective.part_of,
+        is_backbone=lambda name: is_staged and not name.startswith(heads),
     )
 
     # DeepSpeed has no one error for keys that it does not take.
@@ -865,11 +900,25 @@ def _same_start(key: str, before: str, now: str) -> bool:
 
 
 def check_resumable(
-    checkpoint: Checkpoint, description: dict[str, Any], plan: TrainingPlan
+    checkpoint: Checkpoint,
+    description: dict[str, Any],
+    plan: TrainingPlan,
+    *,
+    is_branch: bool = False,
 ) -> None:
-    """Raise UserError when resuming from this checkpoint would not continue its run."""
+    """Raise UserError when resuming from this checkpoint would not continue its run.
+
+    is_branch: it is of another run, the trunk.
+    """
     where = str(checkpoint.folder)
-    another = "choose another name (name=...), or remove the run folder to start over"
+    problem = "belongs to another run; resuming would not continue it"
+    otherwise = "choose another name (name=...), or remove the run folder to start over"
+    last_step = plan.total_steps
+    if is_branch:
+        problem = "is of a trunk with other settings, which this run would not continue"
+        otherwise = f"take its weights alone: init={where}"
+        # A finished run resumes to say so; a branch trains.
+        last_step -= 1
     changed = ""
     for key, now in description.items():
         # What a checkpoint of an earlier version does not say is not compared.
@@ -885,16 +934,15 @@ def check_resumable(
         changed += f"\n    {key}: checkpoint {before!r}, now {now!r}"
     if changed:
         raise UserError(
-            "this checkpoint belongs to another run; "
-            f"resuming would not continue it{changed}",
+            f"this checkpoint {problem}{changed}",
             where=where,
-            next_step=f"undo the change, or {another}",
+            next_step=f"undo the change, or {otherwise}",
         )
-    if checkpoint.step > plan.total_steps:
+    if checkpoint.step > last_step:
         raise UserError(
-            f"step {checkpoint.step} is beyond the {plan.total_steps} steps of this run",
+            f"step {checkpoint.step} is not before the end of this run, step {plan.total_steps}",
             where=where,
-            next_step=f"raise schedule.steps, or {another}",
+            next_step=f"raise schedule.steps, or {otherwise}",
         )
 
 

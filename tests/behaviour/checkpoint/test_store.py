@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.light_checkpoints import flip
-from tests.support.ranks.thread_ranks import run_ranks
+from tests.support.ranks.thread_ranks import run_ranks, world_of
 from tests.support.tables import every, refused, rows
 from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint import folders, store
@@ -32,21 +32,18 @@ from vitscale.checkpoint.store import (
 from vitscale.config.errors import DivergedError, FailureKind, StorageError
 from vitscale.distributed import atomic_files
 from vitscale.distributed.processes import node_name
-from vitscale.distributed.world import World
+
+
+def begin_save(store, step, tensors=None, **more):
+    """Save in the background: without tensors three zeros, and without progress none."""
+    tensors = tensors or {"model.a": torch.zeros(3)}
+    facts = {"progress": {}, "description": {}, **more}
+    store.save(tensors, step=step, **facts)
 
 
 def save(folder, world, *, step, keep=3):
     store = CheckpointStore(folder, keep=keep, world=world)
-    tensors = {
-        "model.a": torch.full((3,), float(step)),
-        "exp_avg.a": torch.arange(3.0),
-    }
-    store.save(
-        tensors,
-        step=step,
-        progress={"n": step},
-        description={"grid": [1, 2]},
-    )
+    begin_save(store, step)
     return store.wait().folder
 
 
@@ -59,8 +56,6 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
     tmp_path, world, monkeypatch
 ):
     """Copy and disk hang: the save has returned; what changes after the copy is not saved."""
-    copying = threading.Event()
-    writing = threading.Event()
     store = CheckpointStore(tmp_path, keep=2, world=world)
     copying = threading.Event()
     writing = threading.Event()
@@ -80,12 +75,7 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
 
     weights = torch.zeros(1000)
     progress = {"n": 1}
-    store.save(
-        {"model.a": weights},
-        step=1,
-        progress=progress,
-        description={},
-    )
+    begin_save(store, 1, {"model.a": weights}, progress=progress)
 
     # What changes while the copy is made belongs to the next save.
     progress["n"] = 7
@@ -120,36 +110,27 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
 
 def test_next_save_waits_and_raises_the_previous_error(tmp_path, world, monkeypatch):
     store = CheckpointStore(tmp_path, keep=2, world=world)
-    tensors = {"model.a": torch.zeros(3)}
-
-    def save_step(step):
-        store.save(
-            tensors,
-            step=step,
-            progress={},
-            description={},
-        )
 
     # The save of 2 begins when 1 is whole.
     for step in (1, 2):
-        save_step(step)
+        begin_save(store, step)
     assert read_checkpoint(store.folder / "step-00000001").step == 1
     store.wait()
 
     message = r"cannot be written \(Input/output error\)"
     with monkeypatch.context() as patch:
         patch.setattr(folders, "commit_folder", refuse)
-        save_step(3)
+        begin_save(store, 3)
         with pytest.raises(StorageError, match=message):
-            save_step(4)
+            begin_save(store, 4)
     names = [path.name for path in step_folders(store.folder)]
     assert names == ["step-00000002", "step-00000001"]
     assert not list(store.folder.glob(".step-*")), "the failed save still takes space"
-    save_step(4)
+    begin_save(store, 4)
     assert store.wait().step == 4
     # A copy that fails must not leave the update waiting for it.
     monkeypatch.setattr(store._host_copy, "take", refuse)
-    save_step(5)
+    begin_save(store, 5)
     with pytest.raises(OSError):
         store.wait()
     assert store._copied.wait(60), "the next update waits for ever"
@@ -173,13 +154,7 @@ def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
     def save_at(seconds):
         nonlocal now
         now = seconds
-        tensors = {"model.a": torch.zeros(3)}
-        ours.save(
-            tensors,
-            step=int(now),
-            progress={},
-            description={},
-        )
+        begin_save(ours, int(now))
         ours.wait(say=lines.append)
 
     # The last whole one; then 3,500 s of failures.
@@ -244,15 +219,8 @@ def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
     if error is not None:
         warnings = ("warning: journal.jsonl: not flushed before a commit (I/O error)",)
     ours = CheckpointStore(tmp_path, keep=2, world=world)
-    tensors = {"model.a": torch.zeros(3)}
     for step in (1, 2):
-        ours.save(
-            tensors,
-            step=step,
-            progress={},
-            description={},
-            before_commit=flush,
-        )
+        begin_save(ours, step, before_commit=flush)
         save = ours.wait()
         assert save.step == step
         assert save.warnings == warnings
@@ -265,7 +233,7 @@ def test_store_waits_for_its_last_save(tmp_path, world, monkeypatch, stop):
 
     def save_and_stop():
         with CheckpointStore(tmp_path, keep=2, world=world) as store:
-            store.save({"a": torch.zeros(3)}, step=1, progress={}, description={})
+            begin_save(store, 1)
             if stop is not None:
                 raise stop
 
@@ -306,12 +274,7 @@ def test_state_that_is_not_finite_is_not_committed(tmp_path, world, name, value)
         "n": torch.arange(3),
         "empty": torch.empty(0),
     }
-    store.save(
-        tensors,
-        step=2,
-        progress={},
-        description={},
-    )
+    begin_save(store, 2, tensors)
     message = "not saved: exp_avg.a not finite by step 2"
     with pytest.raises(DivergedError, match=message):
         store.wait()
@@ -319,12 +282,7 @@ def test_state_that_is_not_finite_is_not_committed(tmp_path, world, name, value)
 
     # The largest number is finite, though sums of it are not.
     momentum[531] = torch.finfo(dtype).max
-    store.save(
-        tensors,
-        step=2,
-        progress={},
-        description={},
-    )
+    begin_save(store, 2, tensors)
     assert store.wait() is not None
 
 
@@ -372,6 +330,11 @@ def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path, world, monkeypatch):
     with refused(f"did you mean runs/{tmp_path.name}[?]"):
         resolve_weights(f"names/{tmp_path.name}")
 
+    # A step of a run.
+    assert resolve_weights(f"{tmp_path}@4") == (read_checkpoint(folder), [])
+    with refused("no checkpoint of step 7(?s:.*)the steps that are kept: 4, 5"):
+        resolve_weights(f"{tmp_path}@7")
+
     # A folder inside a run is none itself.
     with refused("holds no checkpoint"):
         resolve_weights(str(folder.parent))
@@ -396,14 +359,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def lock(folder):
-    alone = {
-        "rank": 0,
-        "world_size": 1,
-        "local_rank": 0,
-        "local_world_size": 1,
-    }
-    world = World(device=torch.device("cpu"), **alone)
-    return run_folder_lock(folder, world=world)
+    return run_folder_lock(folder, world=world_of())
 
 
 def test_a_run_folder_that_is_gone_ends_the_process_and_stays_away(

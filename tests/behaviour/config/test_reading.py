@@ -2,7 +2,6 @@
 
 import copy
 import os
-from pathlib import Path
 
 import pytest
 import yaml
@@ -13,7 +12,7 @@ from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun, ExportRun, PredictRun, VisualizeRun
 from launch.chains.settings import ChainRun
 from pretrain.run import PretrainRun
-from tests.support.tables import Values, every, lines, rows
+from tests.support.tables import every, lines, rows
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import (
     PATH_KEYS,
@@ -47,14 +46,14 @@ schedule:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
+def here(tmp_path, monkeypatch):
     """A folder with one valid run file, as the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text(VALID)
     return tmp_path
 
 
-def errors_of(path: str, *overrides: str) -> list[str]:
+def errors_of(path, *overrides):
     with pytest.raises(UserErrors) as caught:
         load_run(PretrainRun, path, overrides=overrides)
     return [error.text() for error in caught.value.errors]
@@ -63,7 +62,7 @@ def errors_of(path: str, *overrides: str) -> list[str]:
 # ---- the dialect ------------------------------------------------------------------------------
 
 
-def value_of(text: str):
+def value_of(text):
     return read_yaml(f"key: {text}", name="x").values["key"]
 
 
@@ -196,7 +195,7 @@ def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(here, data):
     file.write_bytes(data)
     lines = [text.splitlines()[0] for text in errors_of("b.yaml")]
     missing = [line.split(": ")[1] for line in lines]
-    assert missing == "name data model optim schedule".split()
+    assert missing == "name data optim schedule".split()
 
     # As Windows writes files.
     text = VALID.replace("\n", "\r\n")
@@ -442,14 +441,15 @@ RUN_TYPES = (
 NO_PATHS = {
     *"""
     name data.train_split data.val_split data.views.N.name data.only_classes model.preset
-    model.model objective.teacher.model split push source.splits source.image_column source.label
+    model.model objective.teacher.model objective.teachers.N.model split push source.splits
+    source.image_column source.label
     source.holdout_split stages.N.name stages.N.overrides stages.N.inputs stages.N.after
     stages.N.variants overrides tracking.uri tracking.experiment tracking.tags
     """.split()
 }
 
 
-def holds_text(node: Values) -> bool:
+def holds_text(node):
     """Whether a value of this JSON schema can be a free text, or can hold one."""
     if node.get("type") == "string":
         return "enum" not in node and "const" not in node

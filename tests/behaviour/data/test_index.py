@@ -457,13 +457,15 @@ def test_samples_have_no_label_if_there_are_no_classes(copy, classes):
 # ---- training sets -------------------------------------------------------------------------------
 
 
-def opened(path: Path, **settings) -> TrainingSet:
+def opened(path: Path, *, needs_labels: bool = True, **settings) -> TrainingSet:
     values = {
         "path": str(path),
         "global_batch": 2,
         **settings,
     }
-    return open_training_set(DataSettings.model_validate(values), seed=0)
+    return open_training_set(
+        DataSettings.model_validate(values), seed=0, needs_labels=needs_labels
+    )
 
 
 def listed(path: Path, names: list[str]) -> str:
@@ -633,3 +635,11 @@ def test_what_does_not_fit_is_refused(shards, tmp_path, monkeypatch):
     for path, key, value, message in yaml.safe_load(UNFIT):
         with refused(f"(?s){message}"):
             opened(Path(path), **{key: value})
+
+    # Where no label is read, any images may be mixed in, and a line says what is not used.
+    for name, num_classes in (("owls", 2), ("unlabelled", 0)):
+        mixed = opened(Path("set"), mixture=[mixed_in(name, 0.5)], needs_labels=False)
+        assert mixed.classes == opened(Path("set")).classes
+        note = f"{name}: labels are ignored, also by evaluations: its {num_classes} classes"
+        assert mixed.parts[1].note.startswith(note)
+        assert not mixed.parts[0].note

@@ -7,7 +7,6 @@ import re
 import shutil
 import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +20,11 @@ from data_prep.make_shards import STEPS
 from data_prep.steps.work import WorkFolder, find_existing, run_steps
 from data_prep.verification import check_folder
 from tests.support.corpora.external_tars import write_tars
-from tests.support.corpora.image_corpus import ledger, prepare_here, run_of
+from tests.support.corpora.image_corpus import ledger, prepare_here, prepared, run_of
+from tests.support.corpora.image_samples import encoded
 from tests.support.corpora.indexing import index, run_index
-from tests.support.tables import Values, every, lines, refused, rows
+from tests.support.corpora.sources import touch, written
+from tests.support.tables import every, lines, refused, rows
 from vitscale.config.errors import UserError
 from vitscale.data.index import choose_by_key, read_manifest, read_split, sample_keys
 from vitscale.data.settings import DataSettings
@@ -37,26 +38,21 @@ DECOMPOSED = "cafe\u0301"
 ANY_BAD = {"max_bad_fraction": 1}
 
 
-def picture(seed: int) -> bytes:
+def picture(seed):
     """A PNG whose pixels tell the seed."""
-    colour = (seed % 256, seed // 256, 7)
-    file = io.BytesIO()
-    Image.new("RGB", (8, 8), colour).save(file, "PNG")
-    return file.getvalue()
+    return encoded(np.full((8, 8, 3), (seed % 256, seed // 256, 7), np.uint8), "PNG")
 
 
-def write_folder(root: Path, images: Mapping[str, int]) -> Path:
+def write_folder(root, images):
     """Write `images` in each folder: images of all folders differ."""
     seeds = iter(range(10_000))
     for folder, num in images.items():
-        (root / folder).mkdir(parents=True, exist_ok=True)
         for number in range(num):
-            path = root / folder / f"{number}.png"
-            path.write_bytes(picture(next(seeds)))
+            written(root / folder / f"{number}.png", picture(next(seeds)))
     return root
 
 
-def stored(folder: Path) -> dict[str, set[tuple[str, str]]]:
+def stored(folder):
     """Split -> (class, pixels as bytes) of the tars, read by tarfile and Pillow."""
     manifest = json.loads((folder / "manifest.json").read_text())
     pictures = defaultdict(set)
@@ -76,7 +72,7 @@ def stored(folder: Path) -> dict[str, set[tuple[str, str]]]:
     return pictures
 
 
-def refusal(tmp_path, path: Path, **sections) -> str:
+def refusal(tmp_path, path, **sections):
     """The error of a preparation, which leaves no output."""
     output = tmp_path / "refused"
     with pytest.raises(UserError) as caught:
@@ -90,8 +86,9 @@ def refusal(tmp_path, path: Path, **sections) -> str:
 
 # ---- classes -------------------------------------------------------------------------------------
 
+
 # A class of train, one of val that train lacks, and what the error says.
-UNSEEN = r"""
+@rows(r"""
 - [name, other, message]
 - [dog, dogs, train has 'dog']
 - [dog, Dog, train has 'dog']
@@ -106,10 +103,7 @@ UNSEEN = r"""
 - [dog, "dog\u200f", look like]
 - [dog, "\ufeffcow", cannot be seen]
 - [dog, "\ufeffdog", look like '\\ufeffdog']
-"""
-
-
-@rows(UNSEEN)
+""")
 def test_a_class_that_training_never_sees_is_refused(name, other, message, tmp_path):
     images = {
         "train/ant": 2,
@@ -145,21 +139,14 @@ def test_names_that_become_one_class_are_refused(name, other, tmp_path):
 
 
 def test_a_space_may_have_classes_without_training_images(tmp_path):
-    source = write_folder(
-        tmp_path / "in",
-        {
-            "train/ant": 2,
-            "val/ant": 1,
-            "val/walrus": 2,
-        },
-    )
+    images = {"train/ant": 2, "val/ant": 1, "val/walrus": 2}
+    source = write_folder(tmp_path / "in", images)
     (source / "train/empty").mkdir()
     output = tmp_path / "s"
     space = tmp_path / "space.txt"
     space.write_text("walrus\nant\n10\n2\n")
-    run = run_of(source, output, labels={"space": str(space)})
-    prepare_here(run)
-    assert read_manifest(output).notes == ()
+    listed = {"space": str(space)}
+    assert prepared(source, output, labels=listed).notes == ()
     kept = stored(output)
     assert {name for name, _ in kept["train"]} == {"ant"}
     assert {name for name, _ in kept["val"]} == {"ant", "walrus"}
@@ -167,26 +154,19 @@ def test_a_space_may_have_classes_without_training_images(tmp_path):
     # Without a space, a class that has too few images is left out, here and in val.
     (source / "train/empty").rmdir()
     few = {"min_images_per_class": 3}
-    prepare_here(run_of(source, tmp_path / "t", source=few))
-    assert read_manifest(tmp_path / "t").classes == ("ant",)
+    assert prepared(source, tmp_path / "t", source=few).classes == ("ant",)
     shutil.rmtree(output)
 
     # The list of classes changes between two steps of one preparation.
-    work = prepare_here(run, until="finish")
+    work = prepare_here(run_of(source, output, labels=listed), until="finish")
     space.write_text("ant\nwalrus\n")
     with refused("begun with other settings"):
         run_steps(work, STEPS[-1:], num_workers=1)
 
 
 def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path):
-    source = write_folder(
-        tmp_path / "in",
-        {
-            "train/ant": 2,
-            "train/dog": 1,
-            "val/dog": 2,
-        },
-    )
+    images = {"train/ant": 2, "train/dog": 1, "val/dog": 2}
+    source = write_folder(tmp_path / "in", images)
     (source / "train/dog/0.png").write_bytes(picture(3)[:60])
 
     # A cut PNG: the only image of its class in train.
@@ -196,8 +176,7 @@ def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path):
     assert "dog/0.png" in text
 
     # A folder without any image is another mistake, with a count of its own.
-    (source / "train/eel").mkdir()
-    (source / "train/eel/notes.txt").touch()
+    touch(source, "train/eel/notes.txt")
     text = refusal(tmp_path, source, images=ANY_BAD)
     assert "1 of 3 classes hold no images: 'eel'" in text
     assert "'train/eel/notes.txt'" in text
@@ -205,31 +184,16 @@ def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path):
 
 def test_names_that_look_alike_are_refused_within_train(tmp_path):
     """An accented letter, and a letter with an accent of its own: two names, one look."""
-    both = write_folder(
-        tmp_path / "in",
-        {
-            CAFE: 1,
-            DECOMPOSED: 1,
-            "tea": 1,
-        },
-    )
+    both = write_folder(tmp_path / "in", {CAFE: 1, DECOMPOSED: 1, "tea": 1})
     assert "look like" in refusal(tmp_path, both)
 
     # Letters of both cases are classes of their own.
     letters = write_folder(tmp_path / "letters", {"A": 1, "a": 1})
-    prepare_here(run_of(letters, tmp_path / "s"))
-    assert read_manifest(tmp_path / "s").classes == ("A", "a")
+    assert prepared(letters, tmp_path / "s").classes == ("A", "a")
 
 
 def test_a_rejected_class_that_looks_like_one_of_the_space_is_refused(tmp_path):
-    source = write_folder(
-        tmp_path / "in",
-        {
-            DECOMPOSED: 2,
-            "tea": 2,
-            "x": 1,
-        },
-    )
+    source = write_folder(tmp_path / "in", {DECOMPOSED: 2, "tea": 2, "x": 1})
     space = tmp_path / "space.txt"
     space.write_text(f"{CAFE}\ntea\n")
 
@@ -242,7 +206,7 @@ def test_a_rejected_class_that_looks_like_one_of_the_space_is_refused(tmp_path):
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-def write_labels(kind: str, root: Path, labels: list[str]) -> tuple[Path, Values]:
+def write_labels(kind, root, labels):
     """A source with these labels; returns its path, and its settings."""
     root.mkdir()
     images = [picture(number) for number in range(len(labels))]
@@ -303,8 +267,8 @@ labels|classes
 """)
 def test_numbers_in_one_form_are_taken(tmp_path, labels, classes):
     source, settings = write_labels("path_table", tmp_path / "in", labels.split())
-    prepare_here(run_of(source, tmp_path / "s", source=settings))
-    assert list(read_manifest(tmp_path / "s").classes) == classes.split()
+    made = prepared(source, tmp_path / "s", source=settings)
+    assert list(made.classes) == classes.split()
 
 
 def test_floats_are_refused_and_a_mark_of_windows_is_no_part_of_a_number(tmp_path):
@@ -315,22 +279,18 @@ def test_floats_are_refused_and_a_mark_of_windows_is_no_part_of_a_number(tmp_pat
 
     # Notepad writes a byte order mark before the number.
     source, settings = write_labels("cls", tmp_path / "tars", ["0", "\ufeff1", "2"])
-    prepare_here(run_of(source, tmp_path / "s", source=settings))
-    assert read_manifest(tmp_path / "s").classes == ("0", "1", "2")
+    made = prepared(source, tmp_path / "s", source=settings)
+    assert made.classes == ("0", "1", "2")
 
 
 def test_folders_named_by_numbers_are_sorted_as_text_and_it_is_said(tmp_path):
     source = write_folder(tmp_path / "in", {str(number): 1 for number in range(11)})
-    output = tmp_path / "s"
-    prepare_here(run_of(source, output))
-    (note,) = read_manifest(output).notes
+    (note,) = prepared(source, tmp_path / "s").notes
     assert "'10' has label 2, and '2' 3" in note
 
     # 0 to 9 and a name are in the order of the numbers.
     named = write_folder(tmp_path / "b", dict.fromkeys([*"0123456789", "none"], 1))
-    output = tmp_path / "s2"
-    prepare_here(run_of(named, output))
-    assert read_manifest(output).notes == ()
+    assert prepared(named, tmp_path / "s2").notes == ()
 
     # 3 and 03 would be two classes.
     write_folder(source, {"03": 1})
@@ -386,7 +346,7 @@ away/5.png,b,val
     (root / "t.csv").write_text(table)
     kind = {"kind": "path_table"}
     output = tmp_path / "s"
-    prepare_here(run_of(root / "t.csv", output, source=kind, images=ANY_BAD))
+    prepared(root / "t.csv", output, source=kind, images=ANY_BAD)
     entries = pq.read_table(output / "ledger.parquet").to_pylist()
     reasons = Counter(entry["reason"] for entry in entries)
     assert reasons == {None: 7, "duplicate_path": 7}
@@ -417,21 +377,14 @@ def test_one_tar_or_table_under_two_names_is_refused(tmp_path):
 
 
 def test_equal_bytes_in_two_splits_are_counted_for_every_source(tmp_path):
-    root = write_folder(
-        tmp_path / "in",
-        {
-            "train/a": 3,
-            "val/a": 2,
-            "test/a": 2,
-        },
-    )
+    images = {"train/a": 3, "val/a": 2, "test/a": 2}
+    root = write_folder(tmp_path / "in", images)
     for split in ("val", "test"):
-        copy = root / split / "a/copy.png"
-        copy.write_bytes((root / "train/a/1.png").read_bytes())
-    prepare_here(run_of(root, tmp_path / "s"))
+        shutil.copy(root / "train/a/1.png", root / split / "a/copy.png")
 
     # Each pair of splits once.
-    notes = [note for note in read_manifest(tmp_path / "s").notes if "bytes" in note]
+    made = prepared(root, tmp_path / "s")
+    notes = [note for note in made.notes if "bytes" in note]
     assert notes == [
         "1 images of test have the bytes of images of val",
         "1 images of test have the bytes of images of train",
@@ -453,7 +406,7 @@ def test_equal_bytes_in_two_splits_are_counted_for_every_source(tmp_path):
 # ---- keys, cuts ----------------------------------------------------------------------------------
 
 
-def sorted_tars(root: Path) -> Path:
+def sorted_tars(root):
     """Six tars of one class each, in which the same keys begin anew."""
     for label in range(6):
         members = {}
@@ -466,13 +419,13 @@ def sorted_tars(root: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def indexed(tmp_path_factory) -> Path:
+def indexed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sorted")
     index(sorted_tars(folder / "tars"), folder / "index")
     return folder / "index"
 
 
-def opened(path: Path, **settings) -> TrainingSet:
+def opened(path, **settings) -> TrainingSet:
     data = DataSettings(
         path=str(path),
         global_batch=2,
@@ -606,7 +559,7 @@ def test_an_output_of_another_source_is_refused(tmp_path, monkeypatch):
         write_folder(root, {"a": num, "b": num})
     link.symlink_to("one")
     output = tmp_path / "s"
-    prepare_here(run_of(one, output))
+    prepared(one, output)
 
     # Other ways to write the same folder.
     monkeypatch.chdir(tmp_path)
@@ -635,9 +588,7 @@ def test_an_output_of_another_source_is_refused(tmp_path, monkeypatch):
 def test_unlabelled_folders_are_listed_in_parts_with_the_same_result(tmp_path):
     names = [f"{outer}/{inner}" for outer in range(9) for inner in range(9)]
     root = write_folder(tmp_path / "in", dict.fromkeys([".", *names, "0/0/deep"], 1))
-    hidden = root / ".hidden/x.png"
-    hidden.parent.mkdir()
-    hidden.write_bytes(picture(1))
+    written(root / ".hidden/x.png", picture(1))
     (root / "3/link").symlink_to("../4")
     run = run_of(root, tmp_path / "s", labels={"values": "none"}, images=ANY_BAD)
 

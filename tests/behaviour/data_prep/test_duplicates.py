@@ -33,7 +33,7 @@ NUM_IMAGES = 240
 RESIZED = Image.Resampling.BICUBIC
 
 
-def likenesses(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+def likenesses(left, right):
     """Apply the definition: the correlation of left[i] and right[i]; 0 for different pictures."""
     sides = (keys_of(left), keys_of(right))
     best = np.zeros(len(left))
@@ -52,11 +52,11 @@ def likenesses(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return best
 
 
-def are_duplicates(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+def are_duplicates(left, right):
     return likenesses(left, right) > 0
 
 
-def drawn(seed: int) -> Image.Image:
+def drawn(seed):
     """Shapes, a gradient in waves, or noise."""
     chance = np.random.default_rng(seed)
     width, height = (int(side) for side in chance.integers(64, 140, 2))
@@ -89,23 +89,23 @@ def drawn(seed: int) -> Image.Image:
     return Image.fromarray(noise).resize(size, RESIZED)
 
 
-def described(*contents: bytes) -> np.ndarray:
+def described(*contents):
     descriptors, _ = describe_images(contents)
     return descriptors
 
 
 @cache
-def images() -> list[Image.Image]:
+def images():
     return [drawn(seed) for seed in range(NUM_IMAGES)]
 
 
 @cache
-def originals() -> np.ndarray:
+def originals():
     contents = [encoded(image, "PNG") for image in images()]
     return described(*contents)
 
 
-def scaled(image: Image.Image, width: float, height: float) -> Image.Image:
+def scaled(image, width, height):
     size = (round(image.width * width), round(image.height * height))
     return image.resize(size, RESIZED)
 
@@ -145,7 +145,7 @@ def test_different_pictures_do_not_match():
     assert not are_duplicates(left, right).any()
 
 
-def surface(seed: int, *, num_defects: int = 1) -> Image.Image:
+def surface(seed, *, num_defects=1):
     """A grey surface under a lamp that hardly moves, with fine grain and small scratches."""
     chance = np.random.default_rng(seed)
     y, x = np.mgrid[:200, :200] / 200 - 0.5
@@ -179,7 +179,7 @@ def test_surfaces_that_differ_in_small_defects_are_no_copies():
     assert num_copies <= 0.05 * len(contents)
 
 
-def dotted(seed: int) -> Image.Image:
+def dotted(seed):
     """A surface with dots along its borders, of which strong compression keeps little."""
     image = surface(seed, num_defects=0).resize((300, 300))
     chance = np.random.default_rng(seed)
@@ -289,7 +289,7 @@ def test_correlation_is_the_cosine_of_the_coefficients():
         assert np.allclose(found, cosines)
 
 
-def pictures(num: int, *, seed: int) -> np.ndarray:
+def pictures(num, *, seed):
     """Smooth noise: [num, SIDE_PX, SIDE_PX]."""
     scale = SIDE_PX // 8
     rng = np.random.default_rng(seed)
@@ -298,7 +298,7 @@ def pictures(num: int, *, seed: int) -> np.ndarray:
 
 
 @st.composite
-def corpora(draw: st.DrawFn) -> np.ndarray:
+def corpora(draw):
     """Descriptors of pictures, of noisy and mirrored versions, and of blank ones."""
     originals = pictures(4, seed=draw(st.integers(0, 3)))
 

@@ -3,7 +3,6 @@
 import shlex
 import tarfile
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -75,16 +74,7 @@ def test_class_names_of_a_card_are_read_back(tmp_path):
     assert list(names.values()) == AWKWARD
 
 
-def suited(
-    folder: Path,
-    *,
-    side: int,
-    num: int = 2000,
-    num_classes: int = 4,
-    gpus: int = 0,
-    held_out: str | None = "test",
-    root: str = ".",
-) -> tuple[list[str], str]:
+def suited(folder, *, side, num=2000, num_classes=4, gpus=0, held_out="test", root="."):
     """The words of the command for images of this short side, and what is said of it."""
     made = make_shard_folder(folder / "made")
     shards = folder / "my shards"

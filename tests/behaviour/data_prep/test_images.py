@@ -5,7 +5,6 @@ import io
 import tracemalloc
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +40,7 @@ SAMPLES = small_samples()
 ROWS = unfiltered(pixels(3))
 
 
-def checked(data: bytes, *, convert: bool = True, **options) -> CheckedImage:
+def checked(data, *, convert=True, **options) -> CheckedImage:
     settings = ImageSettings.model_validate(options)
     return check_image(data, settings=settings, convert=convert)
 
@@ -88,7 +87,7 @@ def test_bytes_stay_untouched_unless_something_forces_a_change(name, check):
     assert (image.width, image.height) == (WIDTH, HEIGHT)
 
 
-def faults() -> list[tuple[str, bytes, dict[str, Any]]]:
+def faults():
     jpeg = SAMPLES["jpeg"]
     png_ = SAMPLES["png"]
     webp = SAMPLES["webp"]
@@ -291,7 +290,7 @@ def test_truncation_is_found_at_every_offset(name, check):
 JPEG_TOLERANCE = 6
 
 
-def converted(data: bytes, **options) -> CheckedImage:
+def converted(data, **options) -> CheckedImage:
     """Convert an image; what is stored must be a plain picture and nothing else."""
     verdict = check_image(data, settings=ImageSettings.model_validate(options))
     assert verdict.reason is None
@@ -308,13 +307,13 @@ def converted(data: bytes, **options) -> CheckedImage:
     return verdict
 
 
-def over_white(colour: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+def over_white(colour, alpha):
     # In floats: 8-bit products would overflow. Half a level is rounded up.
     weighted = colour.astype(np.float64) * alpha + 255.0 * (255.0 - alpha)
     return np.floor(weighted / 255 + 0.5).astype(np.uint8)
 
 
-def close(a: np.ndarray, b: np.ndarray, tolerance: int = JPEG_TOLERANCE) -> bool:
+def close(a, b, tolerance=JPEG_TOLERANCE):
     if a.shape != b.shape:
         return False
     differences = np.abs(a.astype(int) - b)

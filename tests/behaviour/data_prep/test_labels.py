@@ -1,5 +1,4 @@
 import pickle
-from pathlib import Path
 
 import yaml
 
@@ -21,11 +20,11 @@ SIZES = """
 """
 
 
-def labels(**settings: str) -> Labels:
+def labels(**settings) -> Labels:
     return load_labels(LabelSettings.model_validate(settings))
 
 
-def written(path: Path, text: str) -> str:
+def written(path, text):
     path.write_bytes(text.encode())
     return str(path)
 

@@ -23,7 +23,7 @@ from vitscale.config.text_files import read_cells, read_text
 from vitscale.runs.data_prep import SourceSettings
 
 
-def inputs(path: Path, *, kind: str = "image_folder", values: str = "name", **options):
+def inputs(path, *, kind="image_folder", values="name", **options):
     """values: of the settings of labels."""
     return listed(opened(kind, path, {"values": values}, **options))
 
@@ -31,12 +31,12 @@ def inputs(path: Path, *, kind: str = "image_folder", values: str = "name", **op
 # ---- folders that are splits ---------------------------------------------------------------------
 
 
-def classes_of(rows: list[Input]) -> set[str | None]:
+def classes_of(rows: list[Input]):
     return {row.class_name for row in rows}
 
 
 # Names of folders, and their splits.
-RECOGNISED = """
+@lines("""
 folders|splits
 Training Testing|test train
 train dev|train val
@@ -45,9 +45,22 @@ train eval|test train
 train validation evaluation|test train val
 train holdout|test train
 train|train
-"""
+""")
+def test_folders_named_by_keywords_are_splits(folders, splits, tmp_path):
+    for name in folders.split():
+        touch(tmp_path, f"{name}/cat/1.jpg", f"{name}/dog/1.jpg")
+    # What a tool leaves there has no part in it.
+    touch(tmp_path, ".cache/x/3.jpg")
+    assert classes_of(inputs(tmp_path)) == {"cat", "dog"}
+
+    # Splits are found in folders without labels, too.
+    for values in ("name", "none"):
+        of_rows = {row.split for row in inputs(tmp_path, values=values)}
+        assert sorted(of_rows) == splits.split()
+
+
 # Keywords with something else beside or in them: each name may as well be a class.
-REFUSED = """
+@lines("""
 names
 train val test2
 train_images val_images
@@ -68,24 +81,7 @@ training_data
 imagesTr imagesTs labelsTr
 imagesTr labelsTr
 image_ts label_ts
-"""
-
-
-@lines(RECOGNISED)
-def test_folders_named_by_keywords_are_splits(folders, splits, tmp_path):
-    for name in folders.split():
-        touch(tmp_path, f"{name}/cat/1.jpg", f"{name}/dog/1.jpg")
-    # What a tool leaves there has no part in it.
-    touch(tmp_path, ".cache/x/3.jpg")
-    assert classes_of(inputs(tmp_path)) == {"cat", "dog"}
-
-    # Splits are found in folders without labels, too.
-    for values in ("name", "none"):
-        of_rows = {row.split for row in inputs(tmp_path, values=values)}
-        assert sorted(of_rows) == splits.split()
-
-
-@lines(REFUSED)
+""")
 def test_folders_that_may_be_splits_are_refused_with_both_readings(names, tmp_path):
     folders = names.split()
 
@@ -99,7 +95,7 @@ def test_folders_that_may_be_splits_are_refused_with_both_readings(names, tmp_pa
 
     with refused("named like splits") as caught:
         inputs(tmp_path)
-    advice = caught.value.next_step or ""
+    advice = caught.value.next_step
     assert "if they are splits" in advice
     assert "'source.splits={train: .}'" in advice
     assert folders[0] in caught.value.what
@@ -151,7 +147,7 @@ def test_files_named_by_keywords_are_splits(kind, folder, tmp_path):
 
 
 # Names of tars, and their splits; none: refused.
-FILES = """
+@lines("""
 names|splits
 trainval-000 test-000|
 train_val-0 test-0|
@@ -170,10 +166,7 @@ trainval-0 trainval-1|train train
 valley-0 contest-0 developer-0|train train train
 valley-train-0 valley-TEST-0 valley-train-1|train test train
 train2017-0 val2017-0 dev-0|train val val
-"""
-
-
-@lines(FILES)
+""")
 @every(place="folder, bucket")
 def test_files_are_splits_one_split_or_refused(names, splits, place, tmp_path):
     tars = touch(tmp_path, *(f"{name}.tar" for name in names.split()))
@@ -223,7 +216,7 @@ def test_spellings_of_splits_in_a_table_are_one_split(tmp_path):
 CLASSES = ["great gray owl", "hen", 'x "y", z']
 
 
-def written(rows: list[list[str]], **how) -> str:
+def written(rows, **how):
     """Write rows with the standard library's csv, quoted where they need it."""
     file = io.StringIO()
     csv.writer(file, lineterminator="\n", **how).writerows(rows)
@@ -255,7 +248,7 @@ FORMS = {
 }
 
 
-def listed_classes(tmp_path, text: str) -> dict[str, str]:
+def listed_classes(tmp_path, text):
     """The class of each image of val, by a list of this text."""
     listing = tmp_path / "list"
     listing.write_bytes(text.encode())
@@ -407,7 +400,7 @@ def test_other_bytes_are_refused_with_their_line(text, encoding, message, tmp_pa
         with refused(message) as caught:
             read(str(file))
         assert "file.csv" in caught.value.what
-        assert "save it as UTF-8" in (caught.value.next_step or "")
+        assert "save it as UTF-8" in caught.value.next_step
 
 
 # In a cell, in the name of a split, in a title; then other delimiters and missing columns.

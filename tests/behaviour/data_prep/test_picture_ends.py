@@ -4,8 +4,6 @@ import gzip
 import io
 import os
 import struct
-import subprocess
-import sys
 
 import numpy as np
 from PIL import Image
@@ -23,6 +21,7 @@ from tests.support.corpora.image_samples import (
     unfiltered,
 )
 from tests.support.tables import every, rows
+from tests.support.waiting import run_python
 from vitscale.images.plain import rgb_pixels
 from vitscale.runs.data_prep import ImageSettings
 
@@ -32,16 +31,16 @@ MOVIE = b"\0\0\0\x18ftypmp42\0\0\0\0mp42isom" + np.random.default_rng(0).bytes(3
 OTHER = encoded(smooth(), "JPEG")
 
 
-def segment(marker: int, content: bytes) -> bytes:
+def segment(marker, content):
     # A marker, and a length that counts itself.
     return bytes([0xFF, marker]) + struct.pack(">H", len(content) + 2) + content
 
 
-def with_segment(jpeg: bytes, marker: int, content: bytes) -> bytes:
+def with_segment(jpeg, marker, content):
     return jpeg[:2] + segment(marker, content) + jpeg[2:]
 
 
-def two_scans(jpeg: bytes, marker: int, content: bytes) -> bytes:
+def two_scans(jpeg, marker, content):
     """A progressive JPEG with a segment before its last scan."""
     # 0xFFDA begins a scan.
     at = jpeg.rindex(b"\xff\xda")
@@ -121,7 +120,7 @@ def test_a_cut_picture_is_not_whole_whatever_follows(kind, tail):
         assert checked.reason == "bad_pixels" or tail in (MOVIE, OTHER), end
 
 
-def keyed_png(samples: np.ndarray, key: tuple[int, ...], *, interlaced: bool) -> bytes:
+def keyed_png(samples, key, *, interlaced):
     """A 16-bit PNG, grey or RGB, with a transparent colour."""
     height, width, channels = samples.shape
     # Adam7 stores the pixels in seven passes, for which readers have code of their own.
@@ -138,7 +137,8 @@ def keyed_png(samples: np.ndarray, key: tuple[int, ...], *, interlaced: bool) ->
 
 
 # High and low byte of the key: different, equal, and at both ends.
-KEYS = """
+@every(channels="1, 3", interlaced="false, true")
+@rows("""
 - [high, low]
 - [0x12, 0x34]
 - [0x40, 0x40]
@@ -146,11 +146,7 @@ KEYS = """
 - [0xFF, 0xFF]
 - [0x80, 0x00]
 - [0x00, 0x80]
-"""
-
-
-@every(channels="1, 3", interlaced="false, true")
-@rows(KEYS)
+""")
 def test_16_bit_colours_are_compared_in_16_bits(high, low, channels, interlaced):
     """The PNG specification, 11.3.2.1: all 16 bits count."""
     key = high << 8 | low
@@ -222,12 +218,8 @@ def test_pillow_warns_of_nothing_in_a_log():
         "    decode(data)\n"
         "    with open_image(data) as image: orientation(image)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "always", "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = run_python("-W", "always", "-c", program, env=one_thread)
     assert done.returncode == 0
 
     # A line each would bury everything else in the log of a run.

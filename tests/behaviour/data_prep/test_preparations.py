@@ -26,7 +26,7 @@ from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.protocol import Input
 from data_prep.steps import tars, work
 from data_prep.steps.list_inputs import check_input, make_key, rows_table
-from data_prep.steps.plan_shards import _ordered, held_out
+from data_prep.steps.plan_shards import _ordered, held_out, read_plan
 from data_prep.steps.work import WorkFolder, content_config, find_existing
 from data_prep.verification import check_folder
 from tests.support.corpora.image_corpus import (
@@ -34,8 +34,10 @@ from tests.support.corpora.image_corpus import (
     encoded,
     ledger,
     prepare_here,
+    prepared,
     run_of,
 )
+from tests.support.corpora.sources import touch, written
 from tests.support.tables import every, refused, rows
 from vitscale.config.changes import changed_settings
 from vitscale.config.errors import StorageError
@@ -57,17 +59,16 @@ def test_files_that_will_be_refused_need_no_space(tmp_path):
         file.truncate(1 << 42)  # sparse: 4 TiB that take no disk
 
     # Space is asked for before a byte is written, and no disk has 4 TiB to spare.
-    prepare_here(run_of(images, output, images={"max_bad_fraction": 1}))
+    manifest = prepared(images, output, images={"max_bad_fraction": 1})
     rows = ledger(output)
     assert rows["cat/hole.png"]["reason"] == "too_large"
     assert len(rows) == NUM_PICTURES + 1
-    shards = read_manifest(output).splits["train"].shards
+    shards = manifest.splits["train"].shards
     assert [shard.samples for shard in shards] == [NUM_PICTURES]
 
 
-def write(path: Path, *, seed: int):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encoded("PNG", seed=seed))
+def write(path, *, seed):
+    written(path, encoded("PNG", seed=seed))
 
 
 def test_ignored_classes_leave_no_label(tmp_path):
@@ -80,14 +81,9 @@ def test_ignored_classes_leave_no_label(tmp_path):
             write(images / f"{number}.png", seed=number)
         else:
             write(images / f"sub/{number}.png", seed=number)
-    run = run_of(
-        images,
-        output,
-        source={"holdout_fraction": 0.2},
-        labels={"values": "none"},
-    )
-    prepare_here(run)
-    manifest = read_manifest(output)
+    held_out = {"holdout_fraction": 0.2}
+    labels = {"values": "none"}
+    manifest = prepared(images, output, source=held_out, labels=labels)
     assert manifest.classes == ()
     rows = pq.read_table(output / "index.parquet").to_pylist()
     counts = Counter((row["split"], row["label"]) for row in rows)
@@ -113,16 +109,15 @@ def test_nothing_is_held_out_of_a_table_with_splits(tmp_path):
     path = tmp_path / "table.csv"
     path.write_text("\n".join(table))
     source = {"kind": "path_table", "holdout_fraction": 0.5}
-    run = run_of(path, tmp_path / "s", source=source)
+    output = tmp_path / "s"
 
     # Of about 27,000 bytes that both splits need together.
     full = mock.patch("shutil.disk_usage", return_value=mock.Mock(free=22_000))
     with full, pytest.raises(StorageError, match="are free"):
-        prepare_here(run)
+        prepared(path, output, source=source)
 
     # The same command after space was made.
-    prepare_here(run)
-    made = read_manifest(tmp_path / "s").splits
+    made = prepared(path, output, source=source).splits
     nums = {name: split.num_samples for name, split in made.items()}
     assert nums == {"train": 8, "val": 2}
 
@@ -194,9 +189,7 @@ def test_a_changed_file_changes_the_settings(section, key, text, tmp_path):
 def test_too_many_bad_inputs_are_refused_before_an_image_is_read(num_links, tmp_path):
     """Hidden files and other names do not count: 4 of 20 are a fifth."""
     folder = tmp_path / "images/cat"
-    folder.mkdir(parents=True)
-    for number in range(30):
-        (folder / f"{number}.txt").touch()
+    touch(folder, *(f"{number}.txt" for number in range(30)))
     for number in range(20):
         path = folder / f"{number}.jpg"
         if number < num_links:
@@ -210,7 +203,7 @@ def test_too_many_bad_inputs_are_refused_before_an_image_is_read(num_links, tmp_
     # A fifth is what the settings allow.
     if num_links == 4:
         work = prepare_here(run, until="write shards")
-        assert tars.shard_units(work)
+        assert read_plan(work).units
         return
     with refused("5 of 20 images are bad.*\n.*5 link_broken"):
         prepare_here(run, until="write shards")
@@ -222,17 +215,14 @@ def test_too_many_bad_inputs_are_refused_before_an_image_is_read(num_links, tmp_
 - [cat/1.txt, image_folder, '1 other_name .*: ''cat/1.txt''']
 """)
 def test_when_every_input_is_rejected_the_error_says_why(name, kind, message, tmp_path):
-    file = tmp_path / "source" / name
-    file.parent.mkdir(parents=True)
-    file.write_bytes(b"PAR1 cut")
+    file = written(tmp_path / "source" / name, b"PAR1 cut")
 
     # A table is named itself, a folder of images by its root.
     path = tmp_path / "source"
     if kind == "path_table":
         path = file
-    run = run_of(path, tmp_path / "shards", source={"kind": kind})
     with refused(rf"all \d inputs are rejected\n  {message}\n  next:"):
-        prepare_here(run)
+        prepared(path, tmp_path / "shards", source={"kind": kind})
 
 
 def test_a_split_without_a_sound_file_is_refused(tmp_path):
@@ -244,9 +234,8 @@ def test_a_split_without_a_sound_file_is_refused(tmp_path):
     source: {kind: parquet, splits: {train: train.parquet, val: val.parquet}}
     images: {max_bad_fraction: 1}
     """)
-    run = run_of(tmp_path, tmp_path / "shards", **sections)
     with refused("'val' has no usable image\n.*1 damaged_table") as error:
-        prepare_here(run)
+        prepared(tmp_path, tmp_path / "shards", **sections)
     assert "source.splits.val" in error.value.text()
 
 
@@ -278,13 +267,12 @@ def test_a_shard_is_written_without_holding_its_images(tmp_path):
     comment = b"\xff\xfe\xff\xff" + bytes(65_533)
     image = encoded("JPEG", seed=0)
     large = image[:2] + 16 * comment + image[2:]
-    folder = tmp_path / "images/cat"
-    folder.mkdir(parents=True)
+    images = tmp_path / "images"
     for number in range(16):
-        (folder / f"{number}.jpg").write_bytes(large)
-    run = run_of(folder.parent, tmp_path / "shards")
+        written(images / f"cat/{number}.jpg", large)
+    run = run_of(images, tmp_path / "shards")
     work = prepare_here(run, until="write shards")
-    (unit,) = tars.shard_units(work)
+    (unit,) = read_plan(work).units
 
     # 16 images of 1 MiB: a writer that holds them all is above the limit.
     tracemalloc.start()
@@ -403,7 +391,7 @@ NAMES = st.text(
 )
 
 
-def make_input(path: str) -> Input:
+def make_input(path) -> Input:
     name = path.rpartition(".")[0] or path
     return Input(
         path=path,
@@ -414,9 +402,7 @@ def make_input(path: str) -> Input:
     )
 
 
-def ordered(
-    inputs: list[Input], *, batch: int, seed: int = 0
-) -> list[tuple[bytes, str]]:
+def ordered(inputs: list[Input], *, batch, seed=0):
     """(path, key) in stored order."""
     tables = []
     for start in range(0, len(inputs), batch):

@@ -1,10 +1,8 @@
 import random
 import shutil
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,7 +21,7 @@ from data_prep.verification import (
     tar_tasks,
 )
 from tests.support.corpora.shard_folders import make_shard_folder
-from tests.support.tables import Values, every, refused, rows
+from tests.support.tables import every, refused, rows
 from vitscale.data.index import INDEX_NAME, ShardEntry, SplitEntry, read_manifest
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.images.jpeg.entry_points import entry_points_file
@@ -34,22 +32,27 @@ POOLS = []
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory) -> Path:
+def sound(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sound") / "shards"
     make_shard_folder(folder)
     return folder
 
 
 @pytest.fixture
-def shards(sound, tmp_path) -> Path:
+def shards(sound, tmp_path):
     return shutil.copytree(sound, tmp_path / "shards")
 
 
-def findings(folder: Path) -> list[str]:
+def change_manifest(folder, **changes):
+    manifest = replace(read_manifest(folder), **changes)
+    write_manifest(folder, manifest=manifest)
+
+
+def findings(folder):
     return check_folder(folder, manifest=read_manifest(folder), num_workers=1)
 
 
-def check_of_first(folder: Path) -> Callable[[], list[str]]:
+def check_of_first(folder):
     """A function that checks the first tar of `train`."""
     index = pq.read_table(folder / INDEX_NAME)
     tasks = tar_tasks([index], read_manifest(folder))
@@ -62,8 +65,7 @@ def test_a_sound_folder_has_no_findings(sound):
 
 
 def test_tars_behind_a_url_are_refused_and_not_called_damaged(shards):
-    manifest = replace(read_manifest(shards), shards_root="https://host/shards")
-    write_manifest(shards, manifest=manifest)
+    change_manifest(shards, shards_root="https://host/shards")
     with refused("https://host/shards is a URL(.|\n)*download"):
         findings(shards)
 
@@ -102,18 +104,14 @@ def test_a_changed_byte_at_every_offset_is_found(shards):
     assert check() == []
 
 
-def rewritten(folder: Path, change: Callable[[list[Values]], object]):
+def rewritten(folder, change):
     """Change the rows of the index, and let the manifest say that this is right."""
     path = folder / INDEX_NAME
     rows = pq.read_table(path).to_pylist()
     change(rows)
     pq.write_table(pa.Table.from_pylist(rows, schema=INDEX_SCHEMA), path)
-    manifest = replace(
-        read_manifest(folder),
-        index_bytes=path.stat().st_size,
-        index_blake3=blake3_of_file(path),
-    )
-    write_manifest(folder, manifest=manifest)
+    size = path.stat().st_size
+    change_manifest(folder, index_bytes=size, index_blake3=blake3_of_file(path))
 
 
 # The order of the rows, new values in one of them, and what is found.
@@ -314,11 +312,9 @@ def test_a_parquet_file_is_never_held_as_a_whole(reader, tmp_path):
 # Up, from the root, up behind a folder, the folder itself, and names that are none.
 @every(name=["../x.tar", "/x.tar", "a/../../x.tar", "..", "", "a\0.tar"])
 def test_a_manifest_that_names_files_outside_is_refused(shards, name):
-    manifest = read_manifest(shards)
-    train = manifest.splits["train"]
+    train = read_manifest(shards).splits["train"]
     first = replace(train.shards[0], name=name)
-    splits = {"train": replace(train, shards=(first,))}
-    write_manifest(shards, manifest=replace(manifest, splits=splits))
+    change_manifest(shards, splits={"train": replace(train, shards=(first,))})
     for read in (read_manifest, list_samples):
         with refused("which may lie outside its folder"):
             read(shards)
@@ -365,17 +361,13 @@ def test_entry_points_are_not_written_through_links(shards, tmp_path, link):
         for shard in train.shards
     ]
     splits = manifest.splits | {"train": replace(train, shards=tuple(tars))}
-    found = check_folder(
-        shards,
-        manifest=replace(manifest, splits=splits),
-        num_workers=1,
-        write_entry_points=True,
-    )
+    manifest = replace(manifest, splits=splits)
+    options = {"num_workers": 1, "write_entry_points": True}
+    found = check_folder(shards, manifest=manifest, **options)
     assert any("a link leads out of" in text for text in found)
     assert list(victim.iterdir()) == []
 
 
 def test_a_ledger_of_other_sums_is_found(shards):
-    manifest = replace(read_manifest(shards), inputs={"num_rows": 9})
-    write_manifest(shards, manifest=manifest)
+    change_manifest(shards, inputs={"num_rows": 9})
     assert "ledger.parquet: has other sums than the manifest" in findings(shards)

@@ -85,7 +85,7 @@ run_rank_script(main)
 """
 
 
-def fill(folder: Path) -> Path:
+def fill(folder):
     """Take all space of a disk, to the last block; the file that holds it."""
     path = folder / "filler"
     with open(path, "wb", buffering=0) as file:
@@ -205,7 +205,7 @@ def test_columns_pickle_as_their_path_and_parts_as_arrays():
         assert np.array_equal(copy, array)
 
 
-def open_columns() -> set[str]:
+def open_columns():
     """Numbers of this process's descriptors of shared arrays."""
     # What other tests have left to be collected is collected now.
     gc.collect()

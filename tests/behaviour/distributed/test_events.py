@@ -3,13 +3,13 @@
 import os
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from tests.support.ranks.thread_ranks import world_of
 from tests.support.tables import every, rows
 from vitscale.config.errors import (
     FailureKind,
@@ -39,7 +39,7 @@ from vitscale.distributed.watchdog import (
     kind_and_text,
     record_start_failure,
 )
-from vitscale.distributed.world import HERE, SAVES, World, control_group
+from vitscale.distributed.world import HERE, SAVES, control_group
 
 
 def test_failures_are_read_as_written_by_attempt(tmp_path, monkeypatch):
@@ -136,36 +136,23 @@ def test_what_a_rank_says_of_itself_is_the_cause():
 # ---- the watchdog -------------------------------------------------------------------------------
 
 RANKS_PER_NODE = 8
-ALONE = {
-    "rank": 0,
-    "world_size": 1,
-    "local_rank": 0,
-    "local_world_size": 1,
-}
 
 
 class Ranks:
     """Watchdogs of one process, which take turns instead of running threads."""
 
-    def __init__(self, num_ranks: int):
+    def __init__(self, num_ranks):
         store = dist.HashStore()
-        self.dogs = list[Watchdog]()
+        self.dogs = []
         for rank in range(num_ranks):
             # The name of each rank's node, as joining writes it.
             store.set(f"{HERE}/{rank}", f"n{rank // RANKS_PER_NODE}")
-            world = World(
-                rank=rank,
-                world_size=num_ranks,
-                local_rank=rank % RANKS_PER_NODE,
-                local_world_size=RANKS_PER_NODE,
-                device=torch.device("cpu"),
-                store=store,
-            )
+            world = world_of(rank, num_ranks, per_node=RANKS_PER_NODE, store=store)
             dog = Watchdog(world, timeout_min=10)
             self.dogs.append(dog)
             dog._send(ended=False)
 
-    def turns(self, number: int, among: Sequence[int]) -> Failure | None:
+    def turns(self, number, among) -> Failure | None:
         """Periods of some ranks, until all of them know the same failure."""
         dogs = [self.dogs[rank] for rank in among]
         for _ in range(number):
@@ -332,8 +319,7 @@ def test_other_kinds_stay_what_they_are(error):
 
 def test_one_rank_alone_is_all_ranks():
     error = UserError("no such file")
-    world = World(device=torch.device("cpu"), store=None, **ALONE)
-    assert Watchdog(world, timeout_min=10)._judged(error) is error
+    assert Watchdog(world_of(), timeout_min=10)._judged(error) is error
 
 
 # Known to all by now; found by all; and found by one rank that waited for the others.

@@ -9,16 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.support.tables import every, rows
-from tests.support.waiting import wait_until
+from tests.support.waiting import run_python, wait_until
 from vitscale.distributed import processes
 from vitscale.distributed.fork_server import (
     ENVIRONMENT,
@@ -35,8 +34,9 @@ from vitscale.distributed.processes import (
     threads_per_rank,
 )
 
+
 # Ranks of the node, variables, and the threads of each.
-THREADS = """
+@rows("""
 - [local_ranks, environment, threads]
 - [1, {}, 8]
 - [2, {}, 4]
@@ -52,10 +52,7 @@ THREADS = """
 - [1, {OMP_NUM_THREADS: "-1"}, 8]
 - [1, {OMP_NUM_THREADS: "²"}, 8]
 - [1, {OMP_NUM_THREADS: "0"}, 1]
-"""
-
-
-@rows(THREADS)
+""")
 def test_ranks_share_the_cores_of_a_node(
     monkeypatch, local_ranks, environment, threads
 ):
@@ -92,7 +89,7 @@ def test_a_free_port_is_none_that_other_sockets_get():
 
 
 # What a rank does, its exit code, and the end of what it says.
-ENDINGS = r"""
+@rows(r"""
 - [ending, exit_code, text]
 - [pass, 0, ""]
 - [raise SystemExit, 0, ""]
@@ -122,10 +119,7 @@ ENDINGS = r"""
 - [raise StorageError('disk full'), 74, "error:\ndisk full\n"]
 - [raise DivergedError('loss is NaN'), 76, "error:\nloss is NaN\n"]
 - [raise KeyError('lost'), 1, "KeyError: 'lost'\n"]
-"""
-
-
-@rows(ENDINGS)
+""")
 def test_rank_script_exits_with_its_code_and_output(ending, exit_code, text):
     # A thread that never ends, buffered output, and an object that aborts teardown.
     code = f"""
@@ -145,7 +139,7 @@ def main():
     {ending}
 run_rank_script(main)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python("-c", code)
     assert done.returncode == exit_code
     assert done.stdout == "buffered exit handler\n"
     assert done.stderr.endswith(text)
@@ -183,8 +177,7 @@ def main():
 if __name__ == "__main__":
     processes.run_rank_script(main)
 """)
-    command = [sys.executable, script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    done = run_python(script, timeout=90)
     assert done.returncode == 75, done.stderr
 
     # A child is killed before its parent ends, so nothing is late then.
@@ -218,7 +211,7 @@ def test_slow_imports_are_told_once(monkeypatch, capsys):
 IMPORTS = ("vitscale.data.loader", "no_such_module")
 
 
-def describe(connection: Connection):
+def describe(connection):
     """Tell as a worker what it sees, and end when asked to."""
     facts = {
         "parent": os.getppid(),
@@ -231,7 +224,7 @@ def describe(connection: Connection):
 
 
 @pytest.fixture
-def own_server(monkeypatch) -> Iterator[None]:
+def own_server(monkeypatch):
     """Another server than that of earlier tests in this process, which has other imports."""
     server = forkserver.ForkServer()
     monkeypatch.setattr(forkserver, "_forkserver", server)

@@ -5,10 +5,8 @@ import signal
 import socket
 import threading
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from tests.support.ranks.thread_ranks import world_of
 from tests.support.tables import every, refused, rows
 from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import NodeError, UserError
@@ -24,7 +23,6 @@ from vitscale.distributed.processes import LAUNCHER_VARIABLES, free_port, node_n
 from vitscale.distributed.world import (
     STOP_SIGNALS,
     PreemptionFlag,
-    World,
     _choose_interface,
     _join,
     _pick_device,
@@ -33,7 +31,7 @@ from vitscale.distributed.world import (
 )
 
 
-def _see_gpus(monkeypatch, visible: str, *, in_slurm: bool):
+def _see_gpus(monkeypatch, visible, *, in_slurm):
     """Pretend a machine with these GPUs, inside a task of SLURM or not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible.split(",")))
@@ -103,7 +101,7 @@ def test_a_gpu_that_slurm_gave_and_torch_does_not_find_is_a_fault_of_the_node(
 # ---- devices of several ranks --------------------------------------------------------------------
 
 
-def join_all(monkeypatch, devices: list[str | None]) -> list[Any]:
+def join_all(monkeypatch, devices):
     """The device type or the error of each rank, a thread; None: a rank without its GPU."""
 
     def pick(_, rank):
@@ -115,13 +113,7 @@ def join_all(monkeypatch, devices: list[str | None]) -> list[Any]:
     num_ranks = len(devices)
 
     def join(rank):
-        world = World(
-            rank=rank,
-            world_size=num_ranks,
-            local_rank=rank,
-            local_world_size=num_ranks,
-            device=torch.device("cpu"),
-        )
+        world = world_of(rank, num_ranks)
         try:
             device, store = _join(world, wanted="auto")
 
@@ -144,7 +136,7 @@ def test_ranks_with_devices_of_one_type_join(monkeypatch, devices):
 
 
 # Which rank is unlike most of the others, and what it says.
-ODD_DEVICES = """
+@rows("""
 - [devices, odd, text]
 - [[cuda, cuda, null], 2, local rank 2 has no GPU]
 - [[null, cuda, cuda], 0, local rank 0 has no GPU]
@@ -156,10 +148,7 @@ ODD_DEVICES = """
 - [[cuda, cpu], 1, engine.device=auto is cpu here]
 - [[cuda, null, cuda, null], 1, local rank 1 has no GPU]
 - [[null, cpu], 0, local rank 0 has no GPU]
-"""
-
-
-@rows(ODD_DEVICES)
+""")
 def test_every_rank_names_the_one_whose_device_is_unlike_the_others(
     monkeypatch, devices, odd, text
 ):
@@ -189,16 +178,9 @@ def test_a_rank_without_its_gpu_says_so_though_no_other_starts(
     monkeypatch.setattr(world_module, "TELL_S", 0.5)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    world = World(
-        rank=rank,
-        world_size=8,
-        local_rank=rank,
-        local_world_size=8,
-        device=torch.device("cpu"),
-    )
     message = f"rank {rank} on {node_name()}: .*has no GPU"
     with pytest.raises(NodeError, match=message):
-        _join(world, wanted="cuda")
+        _join(world_of(rank, 8), wanted="cuda")
 
     # Before it waits for them, in which a launcher may end it.
     assert f"local rank {rank} has no GPU" in capfd.readouterr().err
@@ -208,7 +190,7 @@ def test_a_rank_without_its_gpu_says_so_though_no_other_starts(
 
 
 # What a shell may still have from another job; the address is one that nobody has (RFC 5737).
-STALE: dict[str, str] = yaml.safe_load("""
+STALE = yaml.safe_load("""
 MASTER_ADDR: 192.0.2.1
 MASTER_PORT: "29511"
 WORLD_SIZE: "64"
@@ -261,7 +243,7 @@ def test_a_launcher_is_obeyed(monkeypatch, capsys):
 
 
 # Empty, no number, outside the world, a digit of Unicode; then the address of a service.
-NO_RANKS = """
+@rows("""
 - [changes, name]
 - [{RANK: ''}, RANK]
 - [{RANK: one}, RANK]
@@ -273,10 +255,7 @@ NO_RANKS = """
 - [{LOCAL_RANK: x}, LOCAL_RANK]
 - [{MASTER_PORT: 'tcp://10.0.0.1:29500'}, MASTER_PORT]
 - [{MASTER_PORT: '65536'}, MASTER_PORT]
-"""
-
-
-@rows(NO_RANKS)
+""")
 def test_variables_that_name_no_rank_are_one_error(monkeypatch, changes, name):
     """A container's orchestrator sets some of them for services of the same name."""
     monkeypatch.setattr(os, "environ", {**STALE, "RANK": "9", **changes})
@@ -290,13 +269,7 @@ def test_gloo_takes_the_network_of_the_route_to_the_first_rank(monkeypatch):
     address = SimpleNamespace(address="127.0.0.1")
     interfaces = {"lo": [address], "ib0": [address]}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
-    world = World(
-        rank=1,
-        world_size=2,
-        local_rank=0,
-        local_world_size=1,
-        device=torch.device("cpu"),
-    )
+    world = world_of(1, 2, per_node=1)
     for host, interface in (("nowhere.invalid", None), ("127.0.0.1", "ib0")):
         monkeypatch.setattr(os, "environ", {"MASTER_ADDR": host})
         _choose_interface(world)
@@ -330,7 +303,7 @@ def test_a_stop_that_hangs_keeps_its_exit_code(monkeypatch):
 
 # One rank, and the signal handlers of pytest again afterwards.
 @pytest.fixture
-def handlers(monkeypatch) -> Iterator[None]:
+def handlers(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield

@@ -26,6 +26,7 @@ from tests.support.engine.engine_checks import (
 )
 from tests.support.engine.reference_cases import (
     MODEL,
+    SECTIONS,
     TASKS,
     Training,
     new_engine,
@@ -35,7 +36,7 @@ from tests.support.engine.reference_cases import (
 )
 from tests.support.ranks.fault_runs import wait_all
 from tests.support.ranks.warm_ranks import ROOT
-from tests.support.reference_training import Machine, rate_at
+from tests.support.reference_training import HEADS, Machine, rate_at
 from tests.support.tables import every, refused, rows
 from vitscale.config.errors import RankError
 from vitscale.engine import deepspeed_parts, gradients
@@ -304,6 +305,46 @@ def test_a_parameter_that_no_loss_uses_is_decayed_alike(world, stage):
     state = whole_state(training.engine)
     unused = state["model.unused"].flatten()
     assert unused.tolist() == pytest.approx([kept] * 6)
+
+
+# Optimisers that decay and that take norms, each with another layout; heads of an objective.
+@rows("""
+- [task, stage]
+- [adamw, 1]
+- [bf16 momentum, 2]
+- [sgd, 3]
+- [lamb, 0]
+- [layer decay, 2]
+- [dino, 3]
+""")
+def test_a_frozen_backbone_keeps_its_bits(world, monkeypatch, task, stage):
+    section = SECTIONS.get(task, {})
+    schedule = {**section.get("schedule", {}), "freeze_backbone_steps": 3}
+    monkeypatch.setitem(SECTIONS, task, {**section, "schedule": schedule})
+    training = Training(task, Machine(stage=stage), world)
+
+    def bits():
+        state = whole_state(training.engine).items()
+        return {
+            name.partition(".")[2]: tensor.view(torch.int32).clone()
+            for name, tensor in state
+            if name.startswith("model.") and tensor.dtype == torch.float32
+        }
+
+    def moved(before):
+        after = bits()
+        return {name for name in before if not torch.equal(before[name], after[name])}
+
+    start = bits()
+    training.train(3)
+    assert moved(start)
+    assert all(name.startswith(HEADS) for name in moved(start))
+    # At the next step all of it moves.
+    thawed = bits()
+    training.train(4)
+    assert {name for name in moved(thawed) if not name.startswith(HEADS)} == {
+        name for name in start if not name.startswith(HEADS)
+    }
 
 
 @every(stage="0, 1")

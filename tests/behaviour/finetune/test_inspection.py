@@ -15,6 +15,7 @@ from sklearn.decomposition import PCA
 from timm.utils import AttentionExtract
 
 from data_prep.images.check import check_image
+from finetune.exporting.to_timm import TimmFormat
 from finetune.images import Images, converted_pixels
 from finetune.inspection.attention import (
     attention_rollout,
@@ -241,20 +242,28 @@ def test_what_a_model_lacks_is_left_out(tmp_path, capsys):
     make_shard_folder(shards, lengths={"test": (3,)}, classes=("$a_{", "b"))
     assert drawn(vit, tmp_path / "b", shards, num_images=2) == set(PICTURES)
 
-    # Attention of another kind cannot be read. What was asked for by name is an error.
-    of_timm = {"model": "vit_tiny_patch16_dinov3_qkvb", "image_size": 32}
-    rotary = export(small_model("timm", **of_timm), "timm", tmp_path / "rotary")
-    of_patches = {"patch_components", "patch_similarity"}
-    assert drawn(rotary, tmp_path / "c", shards) == of_patches
-    assert "left out last_attention: only plain attention" in capsys.readouterr().out
-    with refused("pictures: last_attention: only plain attention"):
-        drawn(rotary, none, shards, pictures=("last_attention",))
-
-    # Another family has no patches to show.
+    # Another family has no patches to show. What was asked for by name is an error, too.
     convnext = export(small_model("timm"), "timm", tmp_path / "convnext")
-    with refused("this model has no token for each patch"):
-        drawn(convnext, none, shards)
+    for pictures in ((), ("patch_similarity",)):
+        with refused("this model has no token for each patch"):
+            drawn(convnext, none, shards, pictures=pictures)
     assert not none.exists()
+
+
+def test_attention_that_cannot_be_read_is_left_out(tmp_path, capsys):
+    make_shard_folder(tmp_path / "shards", lengths={"test": (3,)})
+    model = small_model("timm", model="vit_tiny_patch16_dinov3_qkvb", image_size=32)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    TimmFormat().write(model, folder)
+    of_attention = {"init": str(folder), "images": (str(tmp_path / "shards"),)}
+    draw_pictures(VisualizeRun(**of_attention), WORLD, is_dry_run=True)
+    printed = capsys.readouterr().out
+    assert "left out last_attention: only plain attention" in printed
+    for name in ("patch_components", "patch_similarity"):
+        assert f"dry run: would write runs/visualize/pictures/{name}.png" in printed
+    with refused("pictures: last_attention: only plain attention"):
+        draw_pictures(VisualizeRun(**of_attention, pictures=("last_attention",)), WORLD)
 
 
 def test_the_documentation_lists_the_pictures():

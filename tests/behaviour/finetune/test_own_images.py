@@ -8,7 +8,7 @@ import pytest
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun, PredictRun, settings_of_run
-from tests.behaviour.finetune.test_start import write_run
+from tests.behaviour.training.test_initial_weights import write_run
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.engine.small_models import export, small_model
 from tests.support.tables import refused, rows, words

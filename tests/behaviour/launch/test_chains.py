@@ -17,7 +17,7 @@ from launch.jobs.preparation import prepare_job
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.light_checkpoints import light_save
-from tests.support.tables import Values, refused, rows
+from tests.support.tables import refused, rows
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.distributed.events import record_start
 from vitscale.models.settings import TimmSettings
@@ -59,7 +59,7 @@ stages:
 SWEEP = "    sweep: {optim.lr: [0.01, 0.001], seed: [3, 4]}\n"
 
 
-def write_chain(folder: Path, text: str = CHAIN) -> Path:
+def write_chain(folder, text=CHAIN):
     """The chain's file beside its run files. Run files are found from the current folder."""
     files = {
         "data": DATA,
@@ -74,16 +74,16 @@ def write_chain(folder: Path, text: str = CHAIN) -> Path:
     return path
 
 
-def chain_of(path: Path, *overrides: str, cluster: str = "local") -> Chain:
+def chain_of(path, *overrides, cluster="local") -> Chain:
     run = load_run(ChainRun, path, overrides=overrides).run
     return load_chain(run, cluster=cluster)
 
 
-def steps_of(chain: Chain, stage: str) -> list[ChainStep]:
+def steps_of(chain: Chain, stage) -> list[ChainStep]:
     return [step for step in chain.steps if step.stage == stage]
 
 
-def write_training(step: ChainStep, *, at: int):
+def write_training(step: ChainStep, *, at):
     """A run folder with a checkpoint."""
     step.folder.mkdir(parents=True, exist_ok=True)
     (step.folder / "config.yaml").write_text(run_to_yaml(step.run))
@@ -92,7 +92,7 @@ def write_training(step: ChainStep, *, at: int):
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_chain(tmp_path)
     return tmp_path
@@ -153,6 +153,18 @@ def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder):
         # The share is of the pre-training's images: the transfer has all of its own.
         assert step.run.data.first_percent == 100
         assert step.run.tracking.tags["chain.pretrain.data.first_percent"] == share
+
+
+def test_a_trunk_serves_two_cooldowns(folder):
+    cooldowns = "".join(
+        f"  - {{name: c{step}, config: pretrain.yaml, inputs: {{init: pretrain@{step}}}}}\n"
+        for step in (10, 15)
+    )
+    chain = chain_of(write_chain(folder, CHAIN + cooldowns))
+    for step in (10, 15):
+        (branch,) = steps_of(chain, f"c{step}")
+        assert branch.needs == ("pretrain",)
+        assert branch.run.init == f"runs/small/pretrain@{step}"
 
 
 def test_variants_change_several_settings_and_meet_those_of_the_same_name(folder):
@@ -225,7 +237,7 @@ def test_chains_of_the_repository_load(path, monkeypatch):
 # ---- sweeps on the command line ---------------------------------------------------------------
 
 
-def sweep_of(stage: str, *words: str) -> Values:
+def sweep_of(stage, *words):
     """Name -> run."""
     command = launch_command(
         ["--config", f"{stage}.yaml", *words],
@@ -298,50 +310,49 @@ def chain(folder) -> Chain:
     return chain_of(folder / "chain.yaml")
 
 
-def train(chain: Chain, *stages: str):
+def train(chain: Chain, *stages):
     for stage in stages:
         for step in steps_of(chain, stage):
             write_training(step, at=20)
 
 
-def write_evaluation(step: ChainStep) -> Path:
+def write_evaluation(step: ChainStep):
     prepare_job(step.run, cluster="local")
     results = step.folder / "results.json"
     results.write_text("{}")
     return results
 
 
-def texts(chain: Chain, stage: str) -> set[str]:
+def check_states(chain: Chain, **expected):
+    """Check the states of the runs of each named stage, sorted, with commas between."""
     states = chain_states(chain)
-    return {states[step.name].text for step in steps_of(chain, stage)}
+    for stage, text in expected.items():
+        of_stage = {states[step.name].text for step in steps_of(chain, stage)}
+        assert ", ".join(sorted(of_stage)) == text, stage
 
 
 def test_a_run_is_done_when_its_folder_says_so(chain):
     (pretrain,) = steps_of(chain, "pretrain")
-    assert texts(chain, "shards") == {"done"}
-    assert texts(chain, "pretrain") == {"missing"}
+    check_states(chain, shards="done", pretrain="missing")
 
     # A training of 20 steps.
     write_training(pretrain, at=7)
-    assert texts(chain, "pretrain") == {"resumable (step 7)"}
+    check_states(chain, pretrain="resumable (step 7)")
     train(chain, "pretrain", "finetune")
-    assert texts(chain, "pretrain") == {"done"}
-    assert texts(chain, "finetune") == {"done"}
-
-    assert texts(chain, "evaluate") == {"missing"}
+    check_states(chain, pretrain="done", finetune="done", evaluate="missing")
     for step in steps_of(chain, "evaluate"):
         write_evaluation(step)
-    assert texts(chain, "evaluate") == {"done"}
+    check_states(chain, evaluate="done")
 
     # Results that are older than the weights are of other weights.
     os.utime(steps_of(chain, "evaluate")[0].folder / "results.json", (1, 1))
-    assert texts(chain, "evaluate") == {"done", "old"}
+    check_states(chain, evaluate="done, old")
 
     # A damaged last checkpoint does not count, and the one before it does.
     last = pretrain.folder / "checkpoints/step-00000020"
     (weights,) = last.glob("*.safetensors")
     weights.write_bytes(b"cut")
-    assert texts(chain, "pretrain") == {"resumable (step 7)"}
+    check_states(chain, pretrain="resumable (step 7)")
 
 
 def test_a_run_with_other_settings_is_repeated_or_refused(chain, folder):
@@ -355,12 +366,12 @@ def test_a_run_with_other_settings_is_repeated_or_refused(chain, folder):
     evaluate.write_text(
         evaluate.read_text() + "init_weights: model\nlaunch: {nodes: 2}\n"
     )
-    assert texts(chain_of(path), "evaluate") == {"old"}
+    check_states(chain_of(path), evaluate="old")
 
     # Settings that decide no weight may change.
     changes = "launch.timeout_min=7, checkpoint.every_steps=9, data.num_workers=0"
     changed = chain_of(path, f"overrides=[{changes}]")
-    assert texts(changed, "pretrain") == {"done"}
+    check_states(changed, pretrain="done")
 
     # A training is never thrown away by a chain.
     pretrain = folder / "pretrain.yaml"
@@ -387,13 +398,13 @@ def test_shards_with_other_settings_or_no_input_are_refused(chain, folder):
     config = run.model_dump(mode="json", include={"labels"})
     config["labels"]["map_blake3"] = "0"
     note(config=config)
-    assert texts(chain, "shards") == {"done"}
+    check_states(chain, shards="done")
 
     for name, state in (("images", "done"), ("elsewhere", "changed"), ("", "done")):
         # An earlier version did not note it.
         source = str(folder / name) if name else ""
         note(config=config, source_path=source)
-        assert texts(chain, "shards") == {state}
+        check_states(chain, shards=state)
 
     # Where a preparation ran changes no shard; its seed does.
     note(config={"seed": 9, "launch": {"nodes": 7}})
@@ -415,13 +426,13 @@ def test_a_file_that_a_setting_names_counts_as_the_setting(folder, chain):
     manifest = folder / "shards/manifest.json"
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(content | {"config": config}))
-    assert texts(chain, "shards") == {"done"}
+    check_states(chain, shards="done")
 
     labels.write_bytes(b"a,c\n")
     with refused("labels.map_blake3: made with "):
         check_unchanged(chain_states(chain))
     labels.unlink()  # only the nodes see it
-    assert texts(chain, "shards") == {"done"}
+    check_states(chain, shards="done")
 
 
 def test_a_dry_run_writes_nothing(chain, folder):

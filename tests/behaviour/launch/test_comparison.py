@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_at
 from launch.jobs.run_states import read_state
 from pretrain.run import PretrainRun
 from tests.support.run_folders import logged_run
-from tests.support.tables import refused, rows
+from tests.support.tables import every, refused, rows
 from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.distributed.events import append_event
@@ -43,60 +42,39 @@ HOUR = 3600.0
 EVIL = "</script><!--<script>alert(1)</script>&<img src=x onerror=alert(1)> $\\x$ \x07"
 
 
-def run(
-    label: str,
-    top1: list[float],
-    *,
-    batch: int = 8,
-    folder: Path | None = None,
-    **params: str,
-) -> ComparedRun:
-    """A run that evaluates every ten steps, one second each."""
-    rows = tuple(
-        Row(
-            step=10 * i,
-            time=10.0 * i,
-            metrics={"val/top1": value, "val/zero": 0.0},
-        )
-        for i, value in enumerate(top1, start=1)
-    )
-    known = {"data.global_batch": str(batch)}
-    # Python allows no dot in the name of an argument.
-    for key, value in params.items():
-        known[key.replace("__", ".")] = value
+def logged(*metrics, label="a", every=1, folder=None, **params) -> ComparedRun:
+    """A run with these metrics of its steps, of each or of some, one second each."""
+    rows = []
+    for number, of_step in enumerate(metrics, start=1):
+        step = every * number
+        rows.append(Row(step=step, time=float(step), metrics=of_step))
     return ComparedRun(
         label=label,
         source=label,
         folder=folder,
-        params=known,
-        rows=rows,
-    )
-
-
-def runs_of(text: str) -> list[ComparedRun]:
-    """Runs of one evaluation. text: YAML, per label the accuracy and the parameters."""
-    given = yaml.safe_load(text).items()
-    return [run(label, [top1], **params) for label, (top1, params) in given]
-
-
-def logged(*metrics: dict[str, float], label: str = "a", **params: str) -> ComparedRun:
-    """A run with these metrics of its steps, from the first on."""
-    rows = tuple(
-        Row(step=step, time=float(step), metrics=of_step)
-        for step, of_step in enumerate(metrics, 1)
-    )
-    return ComparedRun(
-        label=label,
-        source=label,
         params=params,
-        rows=rows,
+        rows=tuple(rows),
     )
+
+
+def run(label, top1, *, batch=8, **more) -> ComparedRun:
+    """A run that evaluates every ten steps. more: parameters, or its folder."""
+    metrics = [{"val/top1": value, "val/zero": 0.0} for value in top1]
+    batches = {"data.global_batch": str(batch)}
+    return logged(*metrics, label=label, every=10, **batches, **more)
+
+
+def runs_of(facts) -> list[ComparedRun]:
+    """Runs by their labels. facts: per label its accuracies and parameters, or YAML of them."""
+    if isinstance(facts, str):
+        facts = yaml.safe_load(facts)
+    return [run(label, **of_run) for label, of_run in facts.items()]
 
 
 # ---- budgets and metrics ----------------------------------------------------------------------
 
 
-def values(points: Points) -> list[float | None]:
+def values(points: Points):
     return [point.value if point.steps else None for point in points]
 
 
@@ -163,7 +141,7 @@ def test_a_value_of_another_step_is_never_shown_without_that_step():
     assert equal in text
 
 
-def titled(compared: Comparison, start: str) -> list[Table]:
+def titled(compared: Comparison, start) -> list[Table]:
     """The tables whose title begins so."""
     return [table for table in tables(compared) if table.title.startswith(start)]
 
@@ -302,13 +280,13 @@ def test_flops_are_those_of_the_model(tmp_path):
 def test_runs_that_differ_in_the_seed_alone_are_one_group():
     # The last two have other initial weights, which differ in the seed alone.
     runs = runs_of("""
-    a-0: [0.5, {seed: "0", name: a-0}]
-    b-0: [0.9, {seed: "0", name: b-0, lr: "1"}]
-    a-1: [0.7, {seed: "1", name: a-1}]
-    a-1-again: [0.6, {seed: "1", name: a-2}]
-    no seed: [0.6, {}]
-    t-0: [0.5, {seed: "0", name: t-0, init: runs/pretrain_seed0}]
-    t-1: [0.5, {seed: "1", name: t-1, init: runs/pretrain_seed1}]
+    a-0: {top1: [0.5], seed: "0", name: a-0}
+    b-0: {top1: [0.9], seed: "0", name: b-0, lr: "1"}
+    a-1: {top1: [0.7], seed: "1", name: a-1}
+    a-1-again: {top1: [0.6], seed: "1", name: a-2}
+    no seed: {top1: [0.6]}
+    t-0: {top1: [0.5], seed: "0", name: t-0, init: runs/pretrain_seed0}
+    t-1: {top1: [0.5], seed: "1", name: t-1, init: runs/pretrain_seed1}
     """)
     compared = compare(runs)
     assert list(compared.seeds.values()) == [(0, 2, 3), (5, 6)]
@@ -402,21 +380,20 @@ def test_a_result_of_zero_is_a_result():
 # ---- the page ---------------------------------------------------------------------------------
 
 
-def verdict(*runs: ComparedRun) -> str:
+def verdict(*runs: ComparedRun):
     """Its sentences without marks of HTML."""
     page = render(compare(runs))
     match = re.search(r'<p class="verdict">(.*?)<h2>', page, re.DOTALL)
     return re.sub(r"<[^>]*>", "", match[1])
 
 
-def figures(page: str) -> list[dict[str, Any]]:
+def figures(page):
     """The data of the page's charts."""
     texts = re.findall(r'data-figure="([^"]*)"', page)
     return [json.loads(html.unescape(text)) for text in texts]
 
 
-def test_the_verdict_names_the_best_run_and_why():
-    # The worse loss is of the better accuracy, which counts.
+def test_the_accuracy_decides_and_not_the_loss():
     text = verdict(
         logged({"val/loss": 0.1, "val/top1": 0.5}, label="a", lr="1", name="a"),
         logged({"val/loss": 0.3, "val/top1": 0.75}, label="b", lr="2", name="b"),
@@ -424,71 +401,100 @@ def test_the_verdict_names_the_best_run_and_why():
     assert text.splitlines()[0] == "b is best: val/top1 75.0 %; next is a, 50.0 %."
     assert "They differ in lr (2 against 1)." in text
 
-    # A run that has no such key, or none of its own, says so in words.
-    runs = runs_of("""
-    a: [0.7, {init: runs/x, optim.ema: "0.9"}]
-    b: [0.6, {init: "null", init_patch: same}]
-    """)
-    text = verdict(*runs)
-    assert (
-        "differ in init (runs/x against random weights), optim.ema (0.9 against none), "
-        "init_patch (none against same)." in text
-    )
 
-    text = verdict(run("a", [0.5]), run("b", [0.5]))
-    assert text.startswith("a and b are equal: val/top1 50.0 %.")
+# Runs, what the verdict says, and what it does not say.
+VERDICTS = yaml.safe_load(r"""
+a run without a key, or with none of its own:
+- a: {top1: [0.7], init: runs/x, optim.ema: "0.9"}
+  b: {top1: [0.6], init: "null", init_patch: same}
+- - "differ in init (runs/x against random weights), optim.ema (0.9 against none), init_patch \
+    (none against same)."
+- [equal cost]
+equal:
+- {a: {top1: [0.5]}, b: {top1: [0.5]}}
+- ["a and b are equal: val/top1 50.0 %."]
+- [is best]
+other batches:
+- {a: {top1: [0.5]}, b: {top1: [0.6], batch: 16}}
+- ["not seen equally many samples: compare them with --at samples"]
+- []
+# And not equal steps, nor the best values, which are said.
+the ends decide:
+- {short: {top1: [0.6, 0.69]}, long: {top1: [0.5, 0.55, 0.76, 0.74]}}
+- - "long is best: val/top1 74.0 % (step 40); next is short, 69.0 % (step 20).\n\
+    At equal cost, 20 steps: short 69.0 % (step 20), long 55.0 % (step 20).\n"
+  - "By the best values: long 76.0 % (step 30), short 69.0 % (step 20)."
+- [samples]
+# The best single run is of the worse setting.
+two seeds each:
+- low-0: {top1: [0.2], seed: "0", lr: "1"}
+  low-1: {top1: [0.9], seed: "1", lr: "1"}
+  high-0: {top1: [0.6], seed: "0", lr: "2"}
+  high-1: {top1: [0.7], seed: "1", lr: "2"}
+- - "high-0 and 1 more is best: val/top1 65.0 % ± 7.1 %; next is low-0 and 1 more"
+  - differ in lr (2 against 1).
+  - within the spread of the seeds (49.5 %)
+- [there is one seed]
+two groups:
+- &groups
+  <<: &high
+    A0: {top1: [0.7], seed: "0", lr: A}
+    A1: {top1: [0.71], seed: "1", lr: A}
+  B0: {top1: [0.6], seed: "0", lr: B}
+  B1: {top1: [0.61], seed: "1", lr: B}
+- ["A0 and 1 more is best: val/top1 70.5 % ± 0.7 %; next is B0 and 1 more, 60.5 %"]
+- [within the spread]
+one seed is best:
+- {<<: *groups, C0: {top1: [0.9], seed: "5", lr: C}}
+- - "C0 is best: val/top1 90.0 %; next is A0 and 1 more, 70.5 % ± 0.7 %."
+  - "differ in lr ("
+  - Of C0 there is one seed
+- []
+one seed is between the groups:
+- {<<: *groups, C0: {top1: [0.65], seed: "5", lr: C}}
+- - "A0 and 1 more is best: val/top1 70.5 % ± 0.7 %; next is C0, 65.0 %."
+  - "differ in lr ("
+  - Of C0 there is one seed
+- []
+one seed is last:
+- {<<: *groups, C0: {top1: [0.1], seed: "5", lr: C}}
+- - "A0 and 1 more is best: val/top1 70.5 % ± 0.7 %; next is B0 and 1 more, 60.5 %"
+  - "differ in lr ("
+- [Of C0 there is one seed]
+the largest spread counts:
+- <<: *groups
+  C0: {top1: [0.1], seed: "0", lr: C}
+  C1: {top1: [0.5], seed: "1", lr: C}
+- [within the spread of the seeds (28.3 %)]
+- []
+one group and one seed:
+- {<<: *high, C0: {top1: [0.9], seed: "0", lr: C}}
+- [C0 is best]
+- []
+one group alone:
+- *high
+- ["A0 and 1 more has val/top1 70.5 % ± 0.7 %.\n"]
+- [is best]
+""")
 
-    larger = run("b", [0.6], batch=16)
-    text = verdict(run("a", [0.5]), larger)
-    assert "not seen equally many samples: compare them with --at samples" in text
 
-    # Two seeds each. The best single run is of the worse setting.
-    runs = runs_of("""
-    low-0: [0.2, {seed: "0", lr: "1"}]
-    low-1: [0.9, {seed: "1", lr: "1"}]
-    high-0: [0.6, {seed: "0", lr: "2"}]
-    high-1: [0.7, {seed: "1", lr: "2"}]
-    """)
-    text = verdict(*runs)
-    assert (
-        "high-0 and 1 more is best: val/top1 65.0 % ± 7.1 %; next is low-0 and 1 more"
-        in text
-    )
-    assert "differ in lr (2 against 1)." in text
-    assert "within the spread of the seeds (49.5 %)" in text
+@every(case=VERDICTS)
+def test_the_verdict_names_the_best_setting_and_why(case):
+    runs, said, unsaid = VERDICTS[case]
+    text = verdict(*runs_of(runs))
+    for part in said:
+        assert part in text
+    for part in unsaid:
+        assert part not in text
 
 
-def test_the_ends_of_the_runs_decide_and_not_equal_steps():
-    """And not their best values, which are said; with --at the budget decides."""
-    long = run("long", [0.5, 0.55, 0.76, 0.74])
-    short = run("short", [0.6, 0.69])
-    text = verdict(short, long)
-    assert text.splitlines()[:2] == [
-        "long is best: val/top1 74.0 % (step 40); next is short, 69.0 % (step 20).",
-        "At equal cost, 20 steps: short 69.0 % (step 20), long 55.0 % (step 20).",
-    ]
-    best = "By the best values: long 76.0 % (step 30), short 69.0 % (step 20)."
-    assert best in text
-
-    # Half way between two evaluations; nothing else is said of equal cost.
-    page = render(compare([short, long], axis="steps", total=15))
-    assert (
-        "short is best at 15 steps: val/top1 64.5 % (step 10 to 20); next is long, 52.5 %"
-        in page
-    )
+def test_with_a_budget_its_step_decides():
+    """Half way between two evaluations; nothing else is said of equal cost."""
+    runs, _, _ = VERDICTS["the ends decide"]
+    page = render(compare(runs_of(runs), axis="steps", total=15))
+    best = "short is best at 15 steps: val/top1 64.5 % (step 10 to 20); next is long, 52.5 %"
+    assert best in page
     assert "At equal cost, " not in page.partition("<h2>")[0]
-
-
-# The share of the better and of the other run, images, and what is said. Newcombe 1998, table II,
-# has 0.0524 to 0.3339 for 56 of 70 and 48 of 80, which only differ by more than chance.
-CHANCE = """
-- [better, other, images, text]
-- [0.70647, 0.69154, 201, "3 of 201 images: within chance"]
-- [0.99, 0.5, 100, "49 of 100 images: more than chance"]
-- [0.8, 0.8, 50, "0 of 50 images: within chance"]
-- [1.0, 0.9, 20, "2 of 20 images: within chance"]
-- [0.502, 0.498, "1,000,000", "4,000 of 1,000,000 images: more than chance"]
-"""
 
 
 def test_a_difference_is_within_chance_where_its_interval_holds_zero():
@@ -497,12 +503,21 @@ def test_a_difference_is_within_chance_where_its_interval_holds_zero():
     assert difference(Share(48, 80), Share(51, 70)).endswith("within chance")
 
 
-def on_data(compared: ComparedRun, data: str) -> ComparedRun:
+def on_data(compared: ComparedRun, data) -> ComparedRun:
     """The run with a record of the images that it was evaluated on."""
     return replace(compared, tags={"vitscale.val_data": data})
 
 
-@rows(CHANCE)
+# The share of the better and of the other run, images, and what is said. Newcombe 1998, table II,
+# has 0.0524 to 0.3339 for 56 of 70 and 48 of 80, which only differ by more than chance.
+@rows("""
+- [better, other, images, text]
+- [0.70647, 0.69154, 201, "3 of 201 images: within chance"]
+- [0.99, 0.5, 100, "49 of 100 images: more than chance"]
+- [0.8, 0.8, 50, "0 of 50 images: within chance"]
+- [1.0, 0.9, 20, "2 of 20 images: within chance"]
+- [0.502, 0.498, "1,000,000", "4,000 of 1,000,000 images: more than chance"]
+""")
 def test_the_verdict_says_what_chance_explains(better, other, images, text):
     one = run("a", [better])
     two = run("b", [other])
@@ -529,9 +544,7 @@ def test_runs_on_different_images_are_not_compared_by_chance():
     assert "to 90.0 %, not comparable, evaluated" in verdict(before, tuned)
 
 
-def started(
-    name: str, top1: float, *, init: str = "null", images: int = 201
-) -> ComparedRun:
+def started(name, top1, *, init="null", images=201) -> ComparedRun:
     tags = {
         "vitscale.run_folder": f"/cluster/runs/{name}",
         "vitscale.val_data": f"x, {images} images, 1",
@@ -547,6 +560,7 @@ def started(
 - [/cluster/runs/first]
 - [runs/first/checkpoints/step-00000400]
 - [../runs/first]
+- [runs/first@400]
 """)
 def test_a_fine_tuning_is_no_rival_of_what_it_started_from(init):
     first = started("first", 0.741)
@@ -564,7 +578,10 @@ def test_a_fine_tuning_is_no_rival_of_what_it_started_from(init):
     assert "\ntuned started from first and is better: val/top1 from 74.1 %" in text
     table = tables(compare(runs))[0]
     assert table.header[-1] == "started from"
-    assert [row[-1] for row in table.rows] == ["-", "first", "-"]
+    origin = "first"
+    if "@" in init:
+        origin = "branch of runs/first at step 400"
+    assert [row[-1] for row in table.rows] == ["-", origin, "-"]
 
 
 # No start, the run's label without its folder, other folders, a file that was exported elsewhere,
@@ -582,43 +599,6 @@ def test_what_starts_elsewhere_is_a_rival(init):
     text = verdict(started("first", 0.741), started("tuned", 0.692, init=init))
     is_rival = text.startswith("first is best: val/top1 74.1 %; next is tuned, 69.2 %.")
     assert is_rival == (init != "first")
-
-
-def test_a_run_without_a_second_seed_is_ranked_beside_groups():
-    def group(name, *top1):
-        """One setting with a run for each of these values."""
-        return [
-            run(f"{name}{seed}", [value], seed=str(seed), lr=name)
-            for seed, value in enumerate(top1)
-        ]
-
-    low = group("B", 0.6, 0.61)
-    high = group("A", 0.7, 0.71)
-    groups = high + low
-
-    # The single run is best, between the groups, and last.
-    for top1, first in (
-        (0.9, "C0 is best: val/top1 90.0 %; next is A0 and 1 more, 70.5 % ± 0.7 %."),
-        (0.65, "A0 and 1 more is best: val/top1 70.5 % ± 0.7 %; next is C0, 65.0 %."),
-        (
-            0.1,
-            "A0 and 1 more is best: val/top1 70.5 % ± 0.7 %; next is B0 and 1 more, 60.5 %",
-        ),
-    ):
-        text = verdict(*groups, run("C0", [top1], seed="5", lr="C"))
-        assert first in text
-        assert "differ in lr (" in text
-        assert ("Of C0 there is one seed" in text) == (top1 > 0.6)
-
-    # The largest spread of all groups counts, here the one of the third.
-    third = group("C", 0.1, 0.5)
-    assert "within the spread of the seeds (28.3 %)" in verdict(*groups, *third)
-    assert "within the spread" not in verdict(*groups)
-
-    # One group and a single run; two seeds of one setting have no order.
-    text = verdict(*high, run("C0", [0.9], seed="0", lr="C"))
-    assert text.startswith("C0 is best")
-    assert verdict(*high) == "A0 and 1 more has val/top1 70.5 % ± 0.7 %.\n"
 
 
 def test_runs_without_the_metric_are_named():
@@ -692,10 +672,10 @@ def test_evaluations_have_no_length():
     assert text.startswith("hub is best: val/top1 90.0 %; next is own, 80.0 %.")
 
 
-def chain_run(chain: str, width: str, seed: int, top1: float) -> ComparedRun:
+def chain_run(chain, width, seed, top1) -> ComparedRun:
     params = {
         "seed": str(seed),
-        "model__width": width,
+        "model.width": width,
         "tracking.tags.chain": chain,
         "tracking.tags.chain.stage": "pretrain",
         "tracking.tags.chain.pretrain.seed": str(seed),
@@ -784,9 +764,7 @@ def test_hostile_names_are_text():
         assert not re.search("<[a-z!/]", json.dumps(figure))
 
 
-def with_classes(
-    folder: Path, label: str, shares: dict[str, float | None]
-) -> ComparedRun:
+def with_classes(folder, label, shares) -> ComparedRun:
     """A run with a table of its classes; None: a class without images."""
     lines = ["label,class,images,correct,top1\n"]
     for number, (name, share) in enumerate(shares.items()):
@@ -798,7 +776,7 @@ def with_classes(
     return run(label, [0.5], folder=folder / label)
 
 
-def class_table(*runs: ComparedRun) -> list[list[str]]:
+def class_table(*runs: ComparedRun):
     """What follows its title, the header and the rows, as texts without marks."""
     section = render(compare(runs)).partition("<h2>Accuracy of each class")[2]
     title, _, rest = section.partition("</h2>")

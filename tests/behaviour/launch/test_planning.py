@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import yaml
 
-from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
 from launch.jobs.preparation import RUN_TYPES
 from launch.planning.dry_run import (
@@ -25,10 +24,11 @@ from launch.planning.dry_run import (
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import write_shard_folder
-from tests.support.tables import Values, refused, rows
+from tests.support.tables import refused, rows
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.data.index import read_split, sample_keys
+from vitscale.runs.training import TrainingRun
 
 SECTIONS = yaml.safe_load("""
 name: x
@@ -42,31 +42,36 @@ DATA = {
     "global_batch": 4,
     "val_split": None,
 }
+PLANNED = yaml.safe_load("""
+data: {path: elsewhere, global_batch: 64, planned_num_samples: 1000}
+model: {preset: Ti/16, num_classes: 10}
+""")
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return write_shard_folder(tmp_path / "shards", num_per_class=8, num_shards=4)
 
 
-def checked(*, data: Values | None = None, **changes) -> dict[str, Check]:
-    """The checks of a small run with these changes, by name."""
+def run_of(stage="pretrain", *, data=None, **changes) -> TrainingRun:
+    """A small run with these changes, on the shards here."""
     values = SECTIONS | changes | {"data": DATA | (data or {})}
-    run = PretrainRun.model_validate(values)
-    return {check.name: check for check in run_checks(run)}
+    return RUN_TYPES[stage].model_validate(values)
 
 
-def plan(**changes) -> dict[str, str]:
+def by_name(checks: list[Check]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+def checked(**changes) -> dict[str, Check]:
+    return by_name(run_checks(run_of(**changes)))
+
+
+def plan(**changes):
     """The plan of a run whose shards this machine does not see."""
-    data = {
-        "path": "elsewhere",
-        "global_batch": 64,
-        "planned_num_samples": 1000,
-    }
-    model = {"preset": "Ti/16", "num_classes": 10}
-    values = SECTIONS | {"data": data, "model": model} | changes
-    return dict(plan_rows(PretrainRun.model_validate(values)))
+    values = PLANNED | changes
+    return dict(plan_rows(PretrainRun.model_validate(SECTIONS | values)))
 
 
 def test_evaluations_are_named_and_unknown_values_name_the_missing_setting():
@@ -125,11 +130,7 @@ def test_shards_without_labels_are_named_and_checked(tmp_path):
 
 def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path):
     """With what `first_percent` and a cut leave of the first; 1 % as in the ViT paper's code."""
-    planned = {
-        "path": "elsewhere",
-        "global_batch": 64,
-        "planned_num_samples": 1_281_167,
-    }
+    planned = PLANNED["data"] | {"planned_num_samples": 1_281_167}
     rows = plan(data=planned | {"dev_percent": 1.0, "val_split": None})
     assert rows["data"].startswith(
         "1,268,355 training images without 12,812 held out, from "
@@ -151,21 +152,9 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path):
     )
 
     # Of 16 images 12 are taken and 3 of them held out; two times 20 from elsewhere are added.
-    other = write_shard_folder(
-        tmp_path / "o",
-        num_per_class=10,
-        num_shards=1,
-        seed=1,
-    )
-    mixture = [
-        {"path": str(other), "share": 0.25},
-        {"path": str(other), "share": 0.25},
-    ]
-    data |= {
-        "dev_percent": 25.0,
-        "first_percent": 75.0,
-        "mixture": mixture,
-    }
+    other = write_shard_folder(tmp_path / "o", num_per_class=10, num_shards=1, seed=1)
+    mixture = [{"path": str(other), "share": 0.25} for _ in range(2)]
+    data |= {"dev_percent": 25.0, "first_percent": 75.0, "mixture": mixture}
     text = f"from data.first_percent=75 of {shards}/manifest.json and data.mixture"
     assert plan(data=data)["data"] == f"49 training images without 3 held out, {text}"
 
@@ -179,31 +168,22 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path):
 
 # Every loader process needs a tar of its own, and there are four. The processes are ranks times
 # workers, or ranks where there is no worker.
-TARS = """
+@rows("""
 - [tasks, nodes, workers, refused]
 - [1, 1, 4, null]
 - [4, 1, 0, null]
 - [2, 1, 3, "fewer tars (4) than loader processes (6 = "]
 - [1, 1-8, 2, "fewer tars (4) than loader processes (16 = "]
-"""
-
-
-@rows(TARS)
+""")
 def test_tars_without_an_index_are_enough_for_the_loader_processes(
     tasks, nodes, workers, refused
 ):
     """On the largest number of nodes that a job may get."""
-    data = {
-        "reader": "webdataset",
-        "num_workers": workers,
-        "global_batch": 8,
-    }
-    data["webdataset"] = {"num_samples": 16, "num_classes": 2}
-    launch = {
-        "tasks_per_node": tasks,
-        "nodes": nodes,
-        "cpus_per_task": 9,
-    }
+    data = yaml.safe_load("""
+    {reader: webdataset, global_batch: 8, webdataset: {num_samples: 16, num_classes: 2}}
+    """)
+    data["num_workers"] = workers
+    launch = {"tasks_per_node": tasks, "nodes": nodes, "cpus_per_task": 9}
     row = checked(data=data, launch=launch)["data"]
     assert row.result == ("ok" if refused is None else "error")
     assert refused is None or refused in row.detail
@@ -211,17 +191,14 @@ def test_tars_without_an_index_are_enough_for_the_loader_processes(
 
 # A share of the batch with no divisor near the largest micro-batch runs in tiny ones; then batches
 # are named that do better. The last two rows divide well.
-SHARES = """
+@rows("""
 - [batch, tasks, nodes, parts]
 - [4020, 60, 1, [only 1 of the 64 images, 3960 (33 images) or 4080 (34 images)]]
 - [4288, 32, 1, [only 2 of the 64 images, 4224 (44 images) or 4320 (45 images)]]
 - [4288, 1, 1-32, [the 134 images of each of 32 ranks, 'small on 16, 8, 4 nodes']]
 - [4096, 64, 1, []]
 - [4020, 67, 1, []]
-"""
-
-
-@rows(SHARES)
+""")
 def test_a_share_that_cannot_be_divided_well_is_a_warning(batch, tasks, nodes, parts):
     row = checked(
         data={"global_batch": batch},
@@ -237,13 +214,12 @@ def test_a_share_that_cannot_be_divided_well_is_a_warning(batch, tasks, nodes, p
 def test_a_plan_that_fails_hides_no_other_error():
     schedule = {"steps": 5, "warmup_steps": 10}
     model = {"preset": "Ti/16", "num_classes": 9}
-    values = SECTIONS | {
-        "data": DATA,
-        "schedule": schedule,
-        "model": model,
-    }
-    run = PretrainRun.model_validate(values)
-    assert "\nerror       schedule.warmup_steps: 10 warm-up steps" in describe(run)
+    text = describe(run_of(model=model, schedule=schedule))
+    assert "\nerror       schedule.warmup_steps: 10 warm-up steps" in text
+
+    staged = {"steps": 50, "freeze_backbone_steps": 1000, "backbone_ramp_steps": 9}
+    text = describe(run_of(schedule=staged))
+    assert "frozen for 1,000 steps, then its rate rises" in text
 
     # The checks go on where the plan has ended.
     detail = checked(model=model, schedule=schedule)["data"].detail
@@ -284,7 +260,7 @@ def test_a_run_that_fits_has_no_finding():
 
 def test_damaged_shards_are_named(folder):
     sorted(folder.glob("*.tar"))[1].unlink()
-    rows = run_checks(PretrainRun.model_validate(SECTIONS | {"data": DATA}))
+    rows = run_checks(run_of())
     errors = [
         row.detail for row in rows if row.result == "error" and row.name == "data"
     ]
@@ -292,7 +268,7 @@ def test_damaged_shards_are_named(folder):
 
 
 # Settings, the check that they fail, its result, and what it says.
-UNFIT = """
+@rows("""
 - [changes, row, result, expected]
 - [{launch: {nodes: 4}}, loader, warning, 4 shards for 4 rank(s) x 2]
 - [{data: {global_batch: 32}}, loader, warning, 16 samples are less than one batch]
@@ -303,12 +279,13 @@ UNFIT = """
   - weights
   - warning
   - t.pth does not exist here
+- - objective: {name: features, teachers: [{weights: a.pth}]}
+  - weights
+  - warning
+  - a.pth does not exist here
 - [{output: file/run}, disk, error, cannot write to]
 - [{model: {preset: H/14, depth: 147456}}, disk, error, TB needed]
-"""
-
-
-@rows(UNFIT)
+""")
 def test_what_does_not_fit_is_named(
     folder,
     changes,
@@ -332,13 +309,15 @@ def test_missing_data_may_be_planned_and_weights_written_later():
     assert checks["loader"].detail.startswith("500 samples for each")
 
     # A job that waits for another one starts from weights that do not exist yet.
-    run = FinetuneRun.model_validate(SECTIONS | {"data": DATA, "init": "runs/later"})
-    checks = {check.name: check for check in run_checks(run)}
-    assert checks["weights"].result == "warning"
-    assert "runs/later does not exist here" in checks["weights"].detail
+    check = checked(stage="finetune", init="runs/later")["weights"]
+    assert check.result == "warning"
+    assert "runs/later does not exist here" in check.detail
+    assert "weights" not in checked(stage="finetune", init=None)
 
-    random = run_checks(run.model_copy(update={"init": None}))
-    assert "weights" not in {check.name for check in random}
+
+EVALUATION = yaml.safe_load("""
+{name: x, evaluate: [{name: classification}], data: {path: shards, val_split: train}}
+""")
 
 
 # Of each stage: its device, its precision, its shards, its folder, its weights. What a plan for a
@@ -358,29 +337,17 @@ def test_missing_data_may_be_planned_and_weights_written_later():
 - [evaluate, {init: shards, evaluate: [{name: knn}], data: {train_split: lost}}, no split 'lost']
 """)
 def test_what_this_machine_lacks_is_found_before_a_start(
-    folder,
-    monkeypatch,
-    stage,
-    changes,
-    message,
+    folder, monkeypatch, stage, changes, message
 ):
     """And nothing is written."""
     monkeypatch.setattr("launch.planning.dry_run.has_gpu", lambda: False)
     (folder.parent / "file").touch()
-    data = changes.get("data", {})
-    values = SECTIONS | changes | {"data": DATA | data}
     if stage == "evaluate":
-        values = {
-            "name": "x",
-            "evaluate": [{"name": "classification"}],
-            **changes,
-        }
-        values["data"] = {
-            "path": "shards",
-            "val_split": "train",
-            **data,
-        }
-    run = RUN_TYPES[stage].model_validate(values)
+        values = EVALUATION | changes
+        values["data"] = EVALUATION["data"] | changes.get("data", {})
+        run = EvaluateRun.model_validate(values)
+    else:
+        run = run_of(stage, **changes)
 
     before = sorted(folder.parent.rglob("*"))
     with refused(message):
@@ -390,9 +357,8 @@ def test_what_this_machine_lacks_is_found_before_a_start(
 
 def test_a_resume_needs_no_initial_weights(folder):
     # The weights may be gone long since: the checkpoint has what became of them.
-    run = FinetuneRun.model_validate(SECTIONS | {"data": DATA, "init": "runs/lost"})
     Path("runs/x/checkpoints/step-00000001").mkdir(parents=True)
-    check_here(run, num_procs=2)
+    check_here(run_of("finetune", init="runs/lost"), num_procs=2)
 
 
 def test_errors_refuse_a_run_and_warnings_are_printed(capsys):
@@ -442,9 +408,8 @@ def test_a_sweep_opens_its_index_once(monkeypatch):
     known = {}
 
     def check(data, **changes):
-        run = PretrainRun.model_validate(SECTIONS | changes | {"data": DATA | data})
-        checks = {check.name: check for check in run_checks(run, known=known)}
-        return checks["data"]
+        run = run_of(data=data, **changes)
+        return by_name(run_checks(run, known=known))["data"]
 
     # An index may have a billion samples: to read it for each run would delay the submission.
     for i in range(50):

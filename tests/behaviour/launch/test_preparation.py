@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,20 +15,20 @@ import yaml
 from launch.jobs.preparation import check_job, job_folder, prepare_job, submitting
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, _say_once, sbatch_text, submit_to_slurm
+from tests.support.corpora.image_corpus import run_of
 from tests.support.tables import every, refused
 from vitscale.config.errors import UserError
 from vitscale.config.packaged import RECORD_NAME, source_version
-from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.launching import LaunchSettings
 
 
-def git(root: Path, *arguments: str):
+def git(root, *arguments):
     identity = "-c user.name=n -c user.email=e@example.org".split()
     subprocess.run(["git", "-C", str(root), *identity, *arguments], check=True)
 
 
 @pytest.fixture
-def root(tmp_path) -> Path:
+def root(tmp_path):
     """A small checkout with one commit."""
     root = tmp_path / "checkout"
     files = yaml.safe_load(r"""
@@ -47,7 +47,7 @@ def root(tmp_path) -> Path:
     return root
 
 
-def copy_of(root: Path, folder: Path) -> Path:
+def copy_of(root, folder):
     return kept_code(LaunchSettings(), folder, root=root)
 
 
@@ -154,10 +154,7 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    values = yaml.safe_load(
-        "{output: shards, source: {path: tars, kind: webdataset}, script: index_shards}"
-    )
-    run = DataPrepRun.model_validate(values)
+    run = run_of("tars", "shards", source={"kind": "webdataset"}, script="index_shards")
     job = prepare_job(run, cluster="slurm")
     config = Path(job.config)
 
@@ -186,9 +183,8 @@ def test_sbatch_reads_no_folder_otherwise(mark, tmp_path, monkeypatch):
     folder = tmp_path / f"a{mark}b"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    run = DataPrepRun.model_validate({"output": "x", "source": {"path": "images"}})
     with refused("the job folder's path .* contains"):
-        check_job(run, cluster="slurm")
+        check_job(run_of("images", "x"), cluster="slurm")
 
 
 def test_preparations_of_different_outputs_have_different_job_folders(
@@ -198,8 +194,7 @@ def test_preparations_of_different_outputs_have_different_job_folders(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
     def folder_of(output):
-        values = {"output": output, "source": {"path": "images"}}
-        return job_folder(DataPrepRun.model_validate(values), cluster="slurm")
+        return job_folder(run_of("images", output), cluster="slurm")
 
     # The last part of a path alone would put two preparations into one folder.
     outputs = "shards a/shards b/shards a/b/shards /a/shards ~/shards ../shards".split()
@@ -244,7 +239,7 @@ CLUSTER = {"SLURM_CONF": "/etc/slurm/slurm.conf", "SLURM_CLUSTERS": "c1"}
 
 
 @pytest.fixture
-def seen_by_sbatch(tmp_path, monkeypatch) -> Iterator[Submit]:
+def seen_by_sbatch(tmp_path, monkeypatch):
     """Submit a job with these settings; return the environment of sbatch."""
     programs = tmp_path / "bin"
     programs.mkdir()

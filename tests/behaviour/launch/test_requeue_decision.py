@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
@@ -41,7 +40,6 @@ from vitscale.distributed.events import (
 )
 
 ATTEMPT = "17/1"
-RUNNING = {"JobState": "RUNNING"}
 # What ranks report; of `lost` and `gone` rank 0 has noticed the end of another rank, in two ways.
 REPORTS = {}
 for name, (kind, what, rank, node, step, reporter) in yaml.safe_load("""
@@ -62,28 +60,19 @@ EXITED = "srun: error: n1: task 0: Exited with exit code 1"
 KILLED = "srun: error: n2: task 1: Killed"
 
 
-def end_of(
-    lines: str,
-    folder: Path,
-    *,
-    code: int = 1,
-    attempt: str = ATTEMPT,
-    **fields: str,
-) -> Outcome:
+def end_of(lines, folder, *, code=1, **fields) -> Outcome:
     """How the attempt ended; fields: what SLURM says of the job."""
     return classify(
         code,
         lines.splitlines(),
         folder,
-        attempt=attempt,
+        attempt=ATTEMPT,
         fields=fields,
         signal_delay_s=30,
     )
 
 
-def outcome(
-    folder: Path, lines: str, *, code: int = 1, reports: Sequence[str] = ()
-) -> Outcome:
+def outcome(folder, lines, *, code=1, reports=()) -> Outcome:
     """The outcome with these errors of srun and reports of ranks."""
     for report in reports:
         record_failure(folder, replace(REPORTS[report], attempt=ATTEMPT))
@@ -142,23 +131,13 @@ def outcome(
 - [[], [], other, null, srun was ended by SIGKILL]
 """)
 def test_the_cause_is_what_the_best_report_says(
-    tmp_path,
-    errors,
-    reports,
-    kind,
-    node,
-    reason,
+    tmp_path, errors, reports, kind, node, reason
 ):
-    record_failure(
-        tmp_path, replace(REPORTS["other"], attempt="17/0")
-    )  # of another attempt
+    of_another_attempt = replace(REPORTS["other"], attempt="17/0")
+    record_failure(tmp_path, of_another_attempt)
     lines = ["srun: got SIGCONT", *(f"srun: error: {error}" for error in errors)]
-    ended = outcome(
-        tmp_path,
-        "\n".join(lines),
-        code=1 if errors else 137,
-        reports=reports,
-    )
+    code = 1 if errors else 137
+    ended = outcome(tmp_path, "\n".join(lines), code=code, reports=reports)
     assert ended.kind == kind
     assert ended.reason == reason
     assert ended.failed_node == node
@@ -184,13 +163,7 @@ def test_the_cause_is_what_the_best_report_says(
   - "sh: 1: exec: /env/python: No such file or directory"
 - [17_1_log.out, 2, "error: /env/python: No such file or directory", null]
 """)
-def test_a_node_without_python_is_blamed(
-    tmp_path,
-    log,
-    code,
-    last,
-    why,
-):
+def test_a_node_without_python_is_blamed(tmp_path, log, code, last, why):
     line = f"srun: error: n2: task 1: Exited with exit code {code}"
     path = tmp_path / log
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,53 +212,52 @@ def test_a_kill_that_no_rank_saw_is_recorded(tmp_path):
     assert len(read_failures(tmp_path)) == 2
 
 
-def test_slurm_and_stops_are_told_apart(tmp_path):
-    # 75 is the code of a rank that was asked to stop and has saved.
-    stopped = "srun: error: n1: task 0: Exited with exit code 75"
-
-    def end(code=75, lines=stopped, **fields):
-        return end_of(
-            lines,
-            tmp_path,
-            code=code,
-            attempt="",
-            **fields,
-        )
-
-    for state in ("COMPLETING", "CANCELLED"):
-        by_slurm = end(JobState=state, Reason="None")
-        assert by_slurm.ending is Ending.ENDED_BY_SLURM
-
-        # srun may end with 0 then.
-        by_slurm = end(0, "", JobState=state, Reason="None")
-        assert by_slurm.ending is Ending.ENDED_BY_SLURM
-
-    # The signal is asked for 30 s before the limit, and SLURM may send it a minute earlier.
-    near = str(int(time.time()) + 60)
-    limit = end(
-        JobState="COMPLETING",
-        Reason="TimeLimit",
-        EndTime=near,
-    )
-    assert limit.reason == "stopped by a signal: the time limit is near"
-
-    preempted = end(
-        JobState="RUNNING",
-        PreemptTime="1795371188",
-        EndTime=near,
-    )
-    assert preempted.reason == "stopped by a signal: preempted"
-
-    far = end(JobState="RUNNING", EndTime=str(int(near) + 600))
-    assert far.reason == "stopped by a signal"
-
-    # SLURM does not answer.
-    assert end().reason == "stopped by a signal"
-
-    # A rank that dies of the signal itself was asked to stop, too.
-    signalled = outcome(tmp_path, "srun: error: n2: task 1: User defined signal 2")
-    assert signalled.ending is Ending.STOPPED
-    assert signalled.reason == "stopped by a signal"
+# srun's code, how it says that a task ended, what SLURM says of the job, and the end that follows.
+# 75 is the code of a rank that was asked to stop and has saved. EndTime: in so many seconds.
+@rows("""
+- [code, line, fields, ending, reason]
+- - 75
+  - Exited with exit code 75
+  - {JobState: COMPLETING, Reason: None}
+  - ended by SLURM
+  - cancelled, requeued or preempted
+- - 75
+  - Exited with exit code 75
+  - {JobState: CANCELLED, Reason: None}
+  - ended by SLURM
+  - cancelled, requeued or preempted
+# srun may end with 0 then.
+- [0, "", {JobState: COMPLETING}, ended by SLURM, "cancelled, requeued or preempted"]
+- [0, "", {JobState: CANCELLED}, ended by SLURM, "cancelled, requeued or preempted"]
+# The signal is asked for 30 s before the limit, and SLURM may send it a minute earlier.
+- - 75
+  - Exited with exit code 75
+  - {JobState: COMPLETING, Reason: TimeLimit, EndTime: 60}
+  - stopped
+  - "stopped by a signal: the time limit is near"
+- - 75
+  - Exited with exit code 75
+  - {JobState: RUNNING, PreemptTime: "1795371188", EndTime: 60}
+  - stopped
+  - "stopped by a signal: preempted"
+- - 75
+  - Exited with exit code 75
+  - {JobState: RUNNING, EndTime: 660}
+  - stopped
+  - stopped by a signal
+# SLURM does not answer.
+- [75, Exited with exit code 75, {}, stopped, stopped by a signal]
+# A rank that dies of the signal itself was asked to stop, too.
+- [1, User defined signal 2, {JobState: RUNNING}, stopped, stopped by a signal]
+""")
+def test_slurm_and_stops_are_told_apart(tmp_path, code, line, fields, ending, reason):
+    if "EndTime" in fields:
+        moment = int(time.time()) + fields["EndTime"]
+        fields = fields | {"EndTime": str(moment)}
+    error = f"srun: error: n1: task 0: {line}"
+    ended = end_of(error, tmp_path, code=code, **fields)
+    assert ended.ending == ending
+    assert ended.reason == reason
 
 
 def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(tmp_path):
@@ -300,7 +272,7 @@ def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(tmp_path
 # ---- again or not -----------------------------------------------------------------------------
 
 
-def attempts(*endings: tuple[Ending, int], job_id: str = "17") -> list[Attempt]:
+def attempts(*endings: tuple[Ending, int], job_id="17") -> list[Attempt]:
     """One attempt for each (ending, steps gained)."""
     record = []
     step = 0
@@ -322,12 +294,11 @@ def attempts(*endings: tuple[Ending, int], job_id: str = "17") -> list[Attempt]:
     return record
 
 
-def refusal(record: Sequence[Attempt]) -> str | None:
+def refusal(record: Sequence[Attempt]):
     return restart_refusal(record, max_requeues=9)
 
 
 FAIL_0 = (Ending.FAILED, 0)
-STOP_0 = (Ending.STOPPED, 0)
 FAIL_5 = (Ending.FAILED, 5)
 
 
@@ -367,22 +338,29 @@ def test_another_job_and_storage_do_not_count():
     assert refusal(outage) is None
 
 
-def test_two_failures_in_a_row_blame_a_node():
-    first, second = attempts(FAIL_0, FAIL_5)
-    assert blamed_node([first]) is None
-    assert blamed_node([first, second]) == "n2"  # progress does not acquit it
-
-    # A node that lacks what others have is not tried again.
-    assert blamed_node([replace(first, kind=FailureKind.NODE)]) == "n2"
-    lacking = replace(second, kind=FailureKind.NODE, failed_node="n1")
-    assert blamed_node([first, lacking]) == "n1"
-    assert blamed_node([replace(lacking, failed_node=None)]) is None
-
-    # Two nodes, an unknown one, another job, or a stop between: the cause may be the run itself.
-    assert blamed_node([first, replace(second, failed_node="n1")]) is None
-    assert blamed_node([replace(first, failed_node=None), second]) is None
-    assert blamed_node([replace(first, job_id="16"), second]) is None
-    assert blamed_node(attempts(FAIL_0, STOP_0, FAIL_0)) is None
+# Attempts, by what they differ in from a failure on n2, and the node that the next one avoids.
+@rows("""
+- [record, node]
+- [[{}], null]
+- [[{}, {}], n2]
+# A node that lacks what others have is not tried again.
+- [[{kind: node}], n2]
+- [[{}, {kind: node, failed_node: n1}], n1]
+- [[{kind: node, failed_node: null}], null]
+# Two nodes, an unknown one, another job, or a stop between: the cause may be the run itself.
+- [[{}, {failed_node: n1}], null]
+- [[{failed_node: null}, {}], null]
+- [[{job_id: "16"}, {}], null]
+- [[{}, {ending: stopped}, {}], null]
+""")
+def test_two_failures_in_a_row_blame_a_node(record, node):
+    (failed,) = attempts(FAIL_5)  # progress does not acquit it
+    found = []
+    for facts in record:
+        if "kind" in facts:
+            facts = facts | {"kind": FailureKind(facts["kind"])}
+        found.append(replace(failed, **facts))
+    assert blamed_node(found) == node
 
 
 def test_storage_is_waited_for(tmp_path, monkeypatch, capsys):
@@ -441,14 +419,7 @@ def follows(tmp_path, monkeypatch, capsys):
         # Names of nodes are expanded; these have no brackets.
         return arguments[-1] if "hostnames" in arguments else fields
 
-    def finish(
-        folder,
-        line,
-        *,
-        restart=0,
-        job="17",
-        code=137,
-    ):
+    def finish(folder, line, *, restart=0, job="17", code=137):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
         options = argparse.Namespace(
             run_folder=tmp_path / folder,
@@ -527,7 +498,7 @@ FAILED = Outcome(
 )
 
 
-def begin(folder: Path, *, restart: int = 0) -> Attempt:
+def begin(folder, *, restart=0) -> Attempt:
     return begin_attempt(
         folder,
         cluster="slurm",
@@ -537,7 +508,7 @@ def begin(folder: Path, *, restart: int = 0) -> Attempt:
     )
 
 
-def log(folder: Path, step: int):
+def log(folder, step):
     row = {
         "step": step,
         "time": 1e9 + step,

@@ -5,7 +5,6 @@ import glob
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_char_p
 from pathlib import Path
@@ -43,7 +42,7 @@ SCRIPT = ".submission_file_1a2b.sh"
 class RunFolder:
     """Writes the files of a run."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.folder = folder
         (folder / "slurm" / JOB).mkdir(parents=True)
 
@@ -51,11 +50,11 @@ class RunFolder:
         (folder / "slurm" / SCRIPT).symlink_to(f"{JOB}/{JOB}_submission.sh")
         self.submit(NOW - 100)
 
-    def submit(self, moment: float):
+    def submit(self, moment):
         path = self.folder / "slurm" / SCRIPT
         os.utime(path, (moment, moment), follow_symlinks=False)
 
-    def log(self, step: int, *, ago: float = 10.0, **metrics: float):
+    def log(self, step, *, ago=10.0, **metrics):
         """The end of an interval, of a training of 100 steps that has started a minute ago."""
         if read_start(self.folder) is None:
             self.started(NOW - 60)
@@ -67,11 +66,11 @@ class RunFolder:
         with open(self.folder / "journal.jsonl", "ab") as file:
             file.write(encode(row))
 
-    def started(self, moment: float):
+    def started(self, moment):
         facts = {"time": moment, "first_step": 0, "total_steps": 100}
         append_event(self.folder, STARTED, facts)
 
-    def attempt(self, ending: str | None, *, number: int = 1, **more):
+    def attempt(self, ending, *, number=1, **more):
         """One that has started a minute ago, and ended now unless `ending` is None."""
         values = yaml.safe_load("{cluster: slurm, restart: 0, nodes: [n1, n2]}")
         values |= {"number": number, "job_id": JOB, "started": NOW - 60}
@@ -79,16 +78,19 @@ class RunFolder:
             values |= {"ended": NOW, "ending": ending, "reason": "why"}
         append_event(self.folder, ATTEMPT, values | more)
 
-    def checkpoint(self, step: int):
+    def checkpoint(self, step):
         folder = self.folder / f"checkpoints/step-{step:08d}"
         folder.mkdir(parents=True)
         (folder / "manifest.json").touch()
 
-    def line(self, *jobs: QueuedJob) -> str:
-        return line_of(read_state(self.folder, jobs), now=NOW)
+    def line(self, *jobs: QueuedJob, now=NOW):
+        return line_of(read_state(self.folder, jobs), now=now)
+
+    def state(self, *jobs: QueuedJob):
+        return read_state(self.folder, jobs).state
 
 
-def job(state: str, *, reason: str | None = None, **more) -> QueuedJob:
+def job(state, *, reason=None, **more) -> QueuedJob:
     values = {
         **dict.fromkeys(("job_id", "submitted_id"), JOB),
         "start": None,
@@ -124,12 +126,10 @@ def test_a_run_without_new_lines_says_so(run):
     run.log(2, ago=50)
     run.log(4, ago=40)
     # Steps have taken 5 s so far, and for three minutes none has come.
-    state = read_state(run.folder, [running])
-    assert "last step 0:03:00 ago" in line_of(state, now=NOW + 140)
+    assert "last step 0:03:00 ago" in run.line(running, now=NOW + 140)
 
     run.log(99, ago=35)  # a second before its end
-    state = read_state(run.folder, [running])
-    assert "left" not in line_of(state, now=NOW)
+    assert "left" not in run.line(running)
 
 
 def test_a_complete_run_is_finished(run):
@@ -138,7 +138,7 @@ def test_a_complete_run_is_finished(run):
 
     # All steps are logged, but the last checkpoint is not whole.
     run.checkpoint(90)
-    assert read_state(run.folder, []).state is RunState.STOPPED
+    assert run.state() == "stopped"
 
     run.checkpoint(100)
     line = "finished, 100 steps, 0:00:10 ago; val/top1 0.7500, train/loss 1.2500"
@@ -199,7 +199,7 @@ def test_an_evaluation_that_is_repeated_is_running(run):
 
 def test_a_training_of_another_launcher_has_failed(run):
     run.log(4)
-    assert read_state(run.folder, []).state is RunState.STOPPED
+    assert run.state() == "stopped"
 
     # No attempt has recorded an end: what a rank has recorded is all there is.
     failure = {
@@ -215,7 +215,7 @@ def test_a_job_without_nodes_waits_for_what_slurm_says(run):
     """JOB STATE CODES of `man squeue`."""
     run.attempt(Ending.STOPPED)
     for state in "REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT SUSPENDED".split():
-        assert read_state(run.folder, [job(state)]).state is RunState.PAUSED
+        assert run.state(job(state)) == "paused"
 
 
 def test_an_array_runs_while_a_task_does(run):
@@ -235,20 +235,20 @@ def test_an_array_runs_while_a_task_does(run):
     earlier = run.folder / "slurm/config-2.yaml"
     earlier.write_text("output: elsewhere")
     os.utime(earlier, (1, 1))
-    assert read_state(run.folder, []).state is RunState.NOT_STARTED
+    assert run.state() == "not started"
 
     # Of a line of `launch.setup` that ends the job.
     log = run.folder / f"slurm/{JOB}/{JOB}_0_0_log.out"
     log.touch()
-    assert read_state(run.folder, []).state is RunState.FAILED
+    assert run.state() == "failed"
 
     # One failed task is a failed array, until the output is whole.
     for task, ending in enumerate((Ending.DONE, Ending.FAILED, Ending.DONE)):
         RunFolder(run.folder / f"slurm/{JOB}/{JOB}_{task}").attempt(ending)
-    assert read_state(run.folder, []).state is RunState.FAILED
+    assert run.state() == "failed"
     shards.mkdir()
     (shards / "manifest.json").touch()
-    assert read_state(run.folder, []).state is RunState.FINISHED
+    assert run.state() == "finished"
 
 
 def test_several_runs_are_ordered_and_counted(run):
@@ -275,8 +275,11 @@ def test_several_runs_are_ordered_and_counted(run):
 
 # ---- what must be done -------------------------------------------------------------------------
 
+LIBRARIES = ("/usr/lib/*/slurm-wlm/libslurmfull.so", "/usr/lib*/slurm/libslurmfull.so")
+
+
 # State, reason as squeue prints it, and what to do: by slurm.schedmd.com/job_reason_codes.html.
-TO_DO = """
+@lines("""
 state|reason|to_do
 PENDING|JobHeldUser|next: `scontrol release 4711`
 PENDING|job requeued in held state|next: `scontrol release 4711`
@@ -319,34 +322,7 @@ SUSPENDED||goes on by itself; an administrator: `scontrol resume 4711`
 STOPPED||next: `scancel --signal=CONT 4711`
 CONFIGURING||it starts by itself
 COMPLETING|NonZeroExitCode|an administrator: `scontrol update nodename=NODE state=down
-"""
-# How the last attempt ended, what SLURM says of the job (nothing: it has forgotten it), and what
-# status says.
-ENDS = """
-attempt|state|reason|line
-|||not started: job 4711 ended before the run started, and SLURM no longer says why; submit
-|CANCELLED|DependencyNeverSatisfied|not started: job 4711 was cancelled, since a job that it needs
-|CANCELLED|JobHeldUser|not started: job 4711 was cancelled (CANCELLED, JobHeldUser) before the run
-|FAILED|JobLaunchFailure|failed: job 4711 could not be started (FAILED, JobLaunchFailure) before
-|FAILED|NonZeroExitCode|failed: job 4711 failed (FAILED, NonZeroExitCode) before the run started
-|BOOT_FAIL||nodename=NODE state=resume` returns it; the same command resumes it
-open|||failed: no record of its end: it was cancelled, or its node died; the same command resumes it
-open|CANCELLED||stopped: job 4711 was cancelled (CANCELLED); the same command resumes it
-open|NODE_FAIL||failed: job 4711 lost a node (NODE_FAIL); an administrator: `sinfo -R`
-open|TIMEOUT|TimeLimit|failed: job 4711 reached its time limit (TIMEOUT, TimeLimit); the same
-open|OUT_OF_MEMORY|OutOfMemory|a larger launch.mem_gb, or fewer data.num_workers, may help; the same
-ended by SLURM|CANCELLED||stopped, 0:00:00 ago: job 4711 was cancelled (CANCELLED); the same
-ended by SLURM|FAILED|JobLaunchFailure|job 4711 could not be started (FAILED, JobLaunchFailure); the
-failed|FAILED|NonZeroExitCode|failed, 0:00:00 ago: rank 1 was killed
-failed requeued|FAILED|JobLaunchFailure|rank 1 was killed; requeued, but job 4711 could not be sta
-failed requeued|CANCELLED|BeginTime|stopped, 0:00:00 ago: rank 1 was killed; requeued, but job 4711
-failed requeued|||requeued, but job 4711 ended before the run started again, and SLURM no longer say
-stopped requeued|PREEMPTED||job 4711 was preempted (PREEMPTED) before the run started again; the
-"""
-LIBRARIES = ("/usr/lib/*/slurm-wlm/libslurmfull.so", "/usr/lib*/slurm/libslurmfull.so")
-
-
-@lines(TO_DO)
+""")
 def test_a_job_that_waits_says_what_to_do(run, state, reason, to_do):
     assert to_do in run.line(job(state, reason=reason or None))
 
@@ -383,13 +359,31 @@ def test_slurm_has_no_reason_without_advice():
         assert "ask an" not in to_do, queued
 
 
-@lines(ENDS)
+# How the last attempt ended, what SLURM says of the job (nothing: it has forgotten it), and what
+# status says.
+@lines("""
+attempt|state|reason|line
+|||not started: job 4711 ended before the run started, and SLURM no longer says why; submit
+|CANCELLED|DependencyNeverSatisfied|not started: job 4711 was cancelled, since a job that it needs
+|CANCELLED|JobHeldUser|not started: job 4711 was cancelled (CANCELLED, JobHeldUser) before the run
+|FAILED|JobLaunchFailure|failed: job 4711 could not be started (FAILED, JobLaunchFailure) before
+|FAILED|NonZeroExitCode|failed: job 4711 failed (FAILED, NonZeroExitCode) before the run started
+|BOOT_FAIL||nodename=NODE state=resume` returns it; the same command resumes it
+open|||failed: no record of its end: it was cancelled, or its node died; the same command resumes it
+open|CANCELLED||stopped: job 4711 was cancelled (CANCELLED); the same command resumes it
+open|NODE_FAIL||failed: job 4711 lost a node (NODE_FAIL); an administrator: `sinfo -R`
+open|TIMEOUT|TimeLimit|failed: job 4711 reached its time limit (TIMEOUT, TimeLimit); the same
+open|OUT_OF_MEMORY|OutOfMemory|a larger launch.mem_gb, or fewer data.num_workers, may help; the same
+ended by SLURM|CANCELLED||stopped, 0:00:00 ago: job 4711 was cancelled (CANCELLED); the same
+ended by SLURM|FAILED|JobLaunchFailure|job 4711 could not be started (FAILED, JobLaunchFailure); the
+failed|FAILED|NonZeroExitCode|failed, 0:00:00 ago: rank 1 was killed
+failed requeued|FAILED|JobLaunchFailure|rank 1 was killed; requeued, but job 4711 could not be sta
+failed requeued|CANCELLED|BeginTime|stopped, 0:00:00 ago: rank 1 was killed; requeued, but job 4711
+failed requeued|||requeued, but job 4711 ended before the run started again, and SLURM no longer say
+stopped requeued|PREEMPTED||job 4711 was preempted (PREEMPTED) before the run started again; the
+""")
 def test_an_end_that_no_attempt_has_recorded_is_explained(
-    run,
-    attempt,
-    state,
-    reason,
-    line,
+    run, attempt, state, reason, line
 ):
     ending = attempt.removesuffix(" requeued").replace("open", "")
     requeued = {"is_requeued": True} if "requeued" in attempt else {}
@@ -420,7 +414,7 @@ def test_clocks_that_differ_change_no_age(run, here_ahead, node_ahead):
     run.log(41, ago=10 - node_ahead)
 
     running = job("RUNNING", start=NOW - 61, seen=NOW)
-    line = line_of(read_state(run.folder, [running]), now=NOW + here_ahead)
+    line = run.line(running, now=NOW + here_ahead)
     assert "running for 0:01:01, step 41 of 100 (41%), 0:0" in line
     assert "ago" not in line
     assert "0:00:00" not in line
@@ -432,12 +426,11 @@ def test_clocks_that_differ_change_no_age(run, here_ahead, node_ahead):
         submitted=NOW - 60,
         seen=NOW,
     )
-    line = line_of(read_state(run.folder, [queued]), now=NOW + here_ahead)
-    assert "(0:01:00)" in line
+    assert "(0:01:00)" in run.line(queued, now=NOW + here_ahead)
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
+def here(tmp_path, monkeypatch):
     """Runs: one trained, one submitted, two of a chain; and what is none."""
     monkeypatch.chdir(tmp_path)
     for path in (
@@ -468,16 +461,13 @@ def test_runs_are_found_by_name_and_by_folder(here, monkeypatch):
 
 
 # A folder that is there but no run; a typing error; several errors at once.
-NO_RUNS = r"""
+@rows(r"""
 - [names, report]
 - [[images], "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit"]
 - [[vitt], 'no such run: vitt\n.*\n.*did you mean vit\?']
 - - [x, runs/vit/config.yaml]
   - "(?s)no such run: x.*no such run: runs/vit/config.yaml"
-"""
-
-
-@rows(NO_RUNS)
+""")
 def test_a_name_that_is_no_run_is_an_error(here, names, report):
     with refused(report):
         find_runs(names)
@@ -506,7 +496,7 @@ slurm_load_jobs warning of some kind
 
 
 @pytest.fixture
-def squeue(tmp_path, monkeypatch) -> Path:
+def squeue(tmp_path, monkeypatch):
     """A squeue on PATH that prints ANSWER, and its environment into a file next to it."""
     program = tmp_path / "bin/squeue"
     program.parent.mkdir()
@@ -553,7 +543,7 @@ def test_no_answer_says_why(squeue, monkeypatch):
 
 
 # How often SLURM refuses, every two seconds, and why; whether the job is queued in the end.
-REFUSALS = """
+@rows("""
 - [times, text, is_queued]
 - [0, '', true]
 - [149, Unable to contact slurm controller (connect failure), true]
@@ -566,10 +556,7 @@ REFUSALS = """
 - [1, Requested operation is presently disabled, false]
 - [1, Invalid job id specified, false]
 - [1, Access/permission denied, false]
-"""
-
-
-@rows(REFUSALS)
+""")
 def test_requeueing_is_tried_for_a_while(monkeypatch, times, text, is_queued):
     left = iter([text] * times)
     asked = []
@@ -592,23 +579,16 @@ def test_requeueing_is_tried_for_a_while(monkeypatch, times, text, is_queued):
 
 
 # The nodes that are up, those excluded before, on how few the job can start, and then excluded.
-EXCLUSIONS = """
+@rows("""
 - [up, before, fewest, excluded]
 - [n1 n2 n3, (null), null, n2]
 - [n1 n2, (null), null, null]
 - [n1 n2, (null), 1, n2]
 - [n1 n2 n3 n4, n4, null, 'n2,n4']
 - [n1 n2 n3, n3, null, null]
-"""
-
-
-@rows(EXCLUSIONS)
+""")
 def test_a_node_is_excluded_if_enough_others_are_up(
-    monkeypatch,
-    up,
-    before,
-    fewest,
-    excluded,
+    monkeypatch, up, before, fewest, excluded
 ):
     """Else the job, which had two nodes, would wait for ever."""
     asked = []
@@ -641,7 +621,7 @@ def test_a_node_is_excluded_if_enough_others_are_up(
 
 
 @contextmanager
-def as_somebody_else() -> Iterator[None]:
+def as_somebody_else():
     """Without the rights of root and of the owner of the files."""
     if os.geteuid() != 0:
         yield
@@ -654,7 +634,7 @@ def as_somebody_else() -> Iterator[None]:
 
 
 @pytest.fixture
-def shared(tmp_path) -> Iterator[Path]:
+def shared(tmp_path):
     """A folder of runs that others may enter, as pytest's own is not."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         # pytest's folders are closed to others from the root on.
@@ -710,11 +690,7 @@ before    | done open | yes
 after     | done      | yes
 """)
 def test_slurm_is_asked_only_for_runs_without_an_end(
-    submitted,
-    endings,
-    asks,
-    squeue,
-    tmp_path,
+    submitted, endings, asks, squeue, tmp_path
 ):
     folder = logged_run(tmp_path / "run")
     for ending in endings.split():

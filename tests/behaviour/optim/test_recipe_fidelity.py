@@ -74,7 +74,7 @@ def resolved(run):
         "preset": of("preset") or of("model"),
         "pool": (of("pool"), of("class_token"), of("pool_norm")),
         "positions": (of("positions"), of("position_init"), of("class_position")),
-        "resized_by": getattr(run, "position_embedding", None),
+        "resized_by": run.position_embedding if run.stage == "finetune" else None,
         "evaluation": (data.eval_resize, data.eval_crop_fraction),
         "eval_filter": (
             data.eval_interpolation or data.interpolation,
@@ -140,7 +140,8 @@ TABLE = read_yaml(
 ).values
 # No paper trains these.
 NO_RECIPE = {
-    *"cifar10/vit_tiny demo/pretrain demo/finetune digits/pretrain digits/finetune own".split()
+    *"cifar10/vit_tiny demo/pretrain demo/finetune digits/pretrain digits/finetune".split(),
+    *"own distil".split(),
 }
 
 
@@ -160,7 +161,8 @@ def test_every_training_config_is_in_the_table():
 
 
 # Batch and views, prototypes, length and warm-up, peak rate, average, decay, drop path, and the
-# global crops. By the papers and the authors' configurations; LeJEPA has no teacher.
+# global crops. By the papers and the authors' configurations; LeJEPA has no teacher, and features
+# are those of the one named.
 @rows("""
 - [name, batch, views, head, length, peak, average, decay, drop_path, area]
 - [dino_s16, 512, [1, 1, 8], 65536, [100, 10], 0.001, [0.996, 1], [0.04, 0.4], 0.1, 0.4]
@@ -169,23 +171,40 @@ def test_every_training_config_is_in_the_table():
    0.3, 0.32]
 - [dinov2_l14_in22k, 3072, [1, 1, 8], 131072, [625000, 100000], 0.000346, [0.994, 1], [0.04, 0.2],
    0.4, 0.32]
+# The branch FINO of dinov3: constant rate and decay; timm takes drop path as an argument.
+- [continue_dinov2_l14, 768, [1, 1, 8], 65536, [25000, 3000], 0.00005, [0.994, 1], [0.04, null],
+   0.1, 0.4]
+- [continue_dinov3_l16, 768, [1, 1, 8], 65536, [25000, 3000], 0.00005, [0.994, 1], [0.04, null],
+   0.1, 0.4]
 - [lejepa_b16, 512, [1, 1, 6], 64, [300, 10], 0.0005, null, [0.05, null], 0, 0.3]
+- [features_s16, 512, [1], vit_base_patch14_dinov2, [300, 5], 0.0005, null, [0.05, null], 0.1, 0.08]
 """)
 def test_recipes_without_labels_are_the_authors(
     name, batch, views, head, length, peak, average, decay, drop_path, area
 ):
     run = recipe(f"self_supervised/{name}")
     assert run.data.global_batch == batch
-    assert [view.count for view in run.data.views] == views
-    assert {view.crop_area[0] for view in run.data.views[:2]} == {area}
+    all_views = run.data.all_views
+    assert [view.count for view in all_views] == views
+    assert {run.data.of_view(view).crop_area[0] for view in all_views[:2]} == {area}
     schedule = run.schedule
     warmup = schedule.warmup_epochs or schedule.warmup_steps
     assert [schedule.epochs or schedule.steps, warmup] == length
     optim = run.optim
     assert optim.lr == peak
     assert [optim.weight_decay, optim.final_weight_decay] == decay
-    assert run.model.drop_path == drop_path
+    arguments = getattr(run.model, "arguments", {})
+    assert (
+        arguments.get("drop_path_rate", getattr(run.model, "drop_path", 0)) == drop_path
+    )
+    if name.startswith("continue"):
+        stages = [schedule.freeze_backbone_steps, schedule.backbone_ramp_steps]
+        assert [*stages, schedule.decay] == [10000, 1000, "constant"]
     objective = run.objective
+    if objective.name == "features":
+        assert [teacher.model for teacher in objective.teachers] == [head]
+        assert (objective.class_weight, objective.patch_weight) == (1, 1)
+        return
     if average is None:
         assert objective.projection_width == head
         return

@@ -71,6 +71,7 @@ NEEDED = {
         "objective.koleo_weight=0.1",
         "optim.ema={decay: 0.9, final_decay: 1}",
     ),
+    "features": ("objective.patch_grid=[1, 2]", "objective.shares=[2]"),
     "distillation": ("model.distillation_token=true",),
     "mae": (
         "objective.decoder_width=16",

@@ -10,17 +10,15 @@ import yaml
 from launch.jobs.preparation import check_job, job_folder, run_name
 from launch.jobs.submission import sbatch_text
 from pretrain.run import PretrainRun
+from tests.support.corpora.image_corpus import run_of
 from tests.support.tables import refused
 from vitscale.config.errors import UserError
-from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.runs.training import MicroBatches, training_plan
 
 # Fields whose text is no shell. `setup` and `python` are shell by design, on one line.
-QUOTED_FIELDS = (
-    "gpu_type|partition|account|srun_args|sbatch value|sbatch option|run name".split(
-        "|"
-    )
+QUOTED_FIELDS = yaml.safe_load(
+    "[gpu_type, partition, account, srun_args, sbatch value, sbatch option, run name]"
 )
 # Each would make a file if a shell read it: by substitution, as a command of its own, by leaving
 # quotes, on a line of its own, by redirection, behind bytes that some programs take for line ends.
@@ -52,7 +50,7 @@ def script_with(field, text):
 
     # Its name is that of the output, and is also in the path of the job folder.
     output = text if field == "run name" else "shards"
-    run = DataPrepRun.model_validate({"output": output, "source": {"path": "images"}})
+    run = run_of("images", output)
     # A refusal is as good as quotes.
     if list(launch_problems(launch)):
         return None
@@ -123,34 +121,38 @@ def run(**changes):
     return PretrainRun.model_validate({"name": "x", **sections})
 
 
+def plan_of(chosen, *, ranks=1, samples=8):
+    return training_plan(chosen, world_size=ranks, num_samples=samples)
+
+
 def test_cooldown_of_a_plan_is_its_share_of_the_steps():
     # A share that is not zero has a step at least.
     for share, steps in ((0.25, 25), (0.001, 1), (0.0, 0)):
         chosen = run(schedule={"decay": "constant", "cooldown_share": share})
-        plan = training_plan(chosen, world_size=1, num_samples=8)
+        plan = plan_of(chosen)
         assert plan.total_steps == 100
         assert plan.cooldown_steps == steps
     # Beside the 10 steps of warm-up no more than 90 are left.
     late = run(schedule={"decay": "constant", "cooldown_share": 0.95})
     with refused("schedule.cooldown_share: 10 .* and 95 of cool-down"):
-        training_plan(late, world_size=1, num_samples=8)
+        plan_of(late)
 
 
 def test_warmup_of_a_plan_may_be_given_in_epochs():
     # Three epochs of 83 images have 31 whole batches of 8.
     short = run(schedule={"warmup_steps": 0, "warmup_epochs": 3})
-    assert training_plan(short, world_size=1, num_samples=83).warmup_steps == 31
+    assert plan_of(short, samples=83).warmup_steps == 31
     half = run(schedule={"warmup_steps": 0, "warmup_epochs": 0.5})
-    assert training_plan(half, world_size=1, num_samples=83).warmup_steps == 41 // 8
+    assert plan_of(half, samples=83).warmup_steps == 41 // 8
 
     with refused("schedule.warmup_epochs: 150 .* in 100 steps"):
-        training_plan(short, world_size=1, num_samples=400)
+        plan_of(short, samples=400)
 
 
 def test_micro_batch_is_the_largest_that_fits():
     # 12 images a rank: 6 divides them, and 7 and 8 do not.
     wide = run(data={"global_batch": 24}, engine={"max_micro_batch": 8})
-    plan = training_plan(wide, world_size=2, num_samples=8)
+    plan = plan_of(wide, ranks=2)
     assert plan.micro_batch == 6
     assert plan.accumulation == 2
 
@@ -158,7 +160,7 @@ def test_micro_batch_is_the_largest_that_fits():
     data = {"global_batch": 18, "mixing": {}}
     mixed = run(data=data, engine={"max_micro_batch": 9})
     with refused("no even micro-batch divides the 9 images"):
-        training_plan(mixed, world_size=2, num_samples=8)
+        plan_of(mixed, ranks=2)
 
 
 def test_the_nearest_batches_with_a_large_micro_batch_are_those_of_an_exhaustive_search():
@@ -201,6 +203,6 @@ def test_the_nearest_batches_with_a_large_micro_batch_are_those_of_an_exhaustive
 def test_batch_that_does_not_divide_names_its_neighbours():
     # Below 16 there is no multiple of 16: zero images are no batch.
     with refused("multiples of 3: 6 or 9"):
-        training_plan(run(), world_size=3, num_samples=8)
+        plan_of(run(), ranks=3)
     with refused("multiples of 16: 16\\n"):
-        training_plan(run(), world_size=16, num_samples=8)
+        plan_of(run(), ranks=16)

@@ -45,7 +45,7 @@ from vitscale.tracking.settings import (
 )
 
 
-def steps_in(path: Path) -> list[int]:
+def steps_in(path):
     return [row.step for row, _ in read_rows(path)]
 
 
@@ -290,7 +290,7 @@ def test_progress_of_items_has_a_rate(capsys, monkeypatch):
     ]
 
 
-def mlflow_takes(name: str) -> bool:
+def mlflow_takes(name):
     """What MLflow itself says."""
     # The same name has to do for metrics, whose rule is another one.
     try:

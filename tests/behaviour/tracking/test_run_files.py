@@ -7,7 +7,6 @@ import base64
 import json
 import os
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,20 +30,20 @@ PNG = b"\x89PNG\r\n\x1a\n"
 PER_CLASS = "label,class,images,correct,top1\n"
 
 
-def link_to_link(path: Path, secret: Path):
+def link_to_link(path, secret):
     between = path.with_name("between")
     between.symlink_to(secret)
     path.symlink_to("between")
 
 
-def huge(path: Path, secret: Path):
+def huge(path, secret):
     """4 TiB that take no space, of which a reader would fill its memory."""
     with open(path, "wb") as file:
         file.write(secret.read_bytes())
         file.truncate(1 << 42)
 
 
-def linked_folder(path: Path, secret: Path):
+def linked_folder(path, secret):
     """The file itself is a plain one."""
     outside = secret.parent / "folder"
     outside.mkdir()
@@ -70,7 +69,7 @@ ATTACKS = {
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run(tmp_path):
     folder = tmp_path / "runs/theirs"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("stage: pretrain\nname: theirs\n")
@@ -81,7 +80,7 @@ def run(tmp_path) -> Path:
 
 
 @pytest.fixture
-def secret(tmp_path) -> Path:
+def secret(tmp_path):
     path = tmp_path / "home/id_ed25519"
     path.parent.mkdir()
 
@@ -90,7 +89,7 @@ def secret(tmp_path) -> Path:
     return path
 
 
-def placed(run: Path, name: str, attack: str, secret: Path) -> Path:
+def placed(run, name, attack, secret):
     """Put the attack in place of a file of the run."""
     path = run / name
     path.parent.mkdir(exist_ok=True, parents=True)
@@ -99,7 +98,7 @@ def placed(run: Path, name: str, attack: str, secret: Path) -> Path:
     return path
 
 
-def holds_secret(page: str) -> bool:
+def holds_secret(page):
     """As text, or within a picture."""
     if "hunter2" in page:
         return True
@@ -141,13 +140,7 @@ def test_the_page_shows_what_is_a_picture_of_at_most_4_mib(run, capsys):
 
 
 @every(name="pictures/x.png, evaluation/a.csv", attack=ATTACKS)
-def test_mlflow_gets_files_of_the_run_alone(
-    name,
-    attack,
-    run,
-    secret,
-    mlflow_database,
-):
+def test_mlflow_gets_files_of_the_run_alone(name, attack, run, secret, mlflow_database):
     path = placed(run, name, attack, secret)
     (run / "results.csv").write_text("fine\n")
     lines = []
@@ -231,9 +224,7 @@ def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path):
 
 
 @contextmanager
-def hostile_server(
-    artifact_uri: str, *, listed: str = "x", **more
-) -> Iterator[tuple[str, list[str]]]:
+def hostile_server(artifact_uri, *, listed="x", **more):
     """Its address, and the paths that it was asked for. more: further keys of its runs."""
     info, experiment = yaml.safe_load("""
     - {experiment_id: "0", run_name: r, status: RUNNING, start_time: 1, lifecycle_stage: active}

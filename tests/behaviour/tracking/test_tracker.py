@@ -3,15 +3,13 @@
 import sqlite3
 import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import wandb
 import yaml
 
 from launch.comparison.sync import sync
+from tests.support.run_folders import tracker_of
 from tests.support.tables import refused, words
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.packaged import SourceVersion
@@ -31,19 +29,15 @@ from vitscale.tracking.tracker import Tracker, final_status
 CONFIG = yaml.safe_load("""
 {optim: {lr: 0.001}, data: {path: "http://me:hunter2@host/x"}, launch: {nodes: 2, setup: [x]}}
 """)
-Open = Callable[..., Tracker]
-
-
-Store = sqlite3.Connection
 
 
 @pytest.fixture
-def store(mlflow_database) -> Store:
+def store(mlflow_database):
     return sqlite3.connect(mlflow_database, isolation_level=None)
 
 
 @pytest.fixture
-def open_tracker(mlflow_database, tmp_path, monkeypatch) -> Open:
+def open_tracker(mlflow_database, tmp_path, monkeypatch):
     # Nothing here is about the waits that are bounded for a training's sake.
     for name in ("CLOSE_WAIT_S", "FAILED_CLOSE_WAIT_S"):
         monkeypatch.setattr(tracker_module, name, PATIENCE_S)
@@ -59,16 +53,8 @@ def open_tracker(mlflow_database, tmp_path, monkeypatch) -> Open:
             "system_metrics": False,
             **changes.pop("settings", {}),
         }
-        arguments = {
-            "settings": TrackingSettings(**settings),
-            "name": "digits",
-            "stage": "pretrain",
-            "tags": {},
-            "resume_step": 0,
-            "is_writer": True,
-            "say": lambda text: None,
-        }
-        return Tracker(folder, **(arguments | changes))
+        arguments = {"settings": TrackingSettings(**settings), "name": "digits"}
+        return tracker_of(folder, **(arguments | changes))
 
     return open_it
 
@@ -77,27 +63,27 @@ def set_version(monkeypatch, version: SourceVersion):
     monkeypatch.setattr(tracker_module, "source_version", lambda: version)
 
 
-def log_steps(tracker: Tracker, steps: range):
+def log_steps(tracker: Tracker, steps):
     for step in steps:
         tracker.log({"train/loss": 1 / step, "zero": 0.0}, step=step)
 
 
-def select(store: Store, what: str) -> list[Any]:
+def select(store, what):
     """Rows, or values where one column is selected."""
     rows = store.execute(f"select {what}").fetchall()
     return [row[0] if len(row) == 1 else row for row in rows]
 
 
-def tags(store: Store) -> dict[str, str]:
+def tags(store):
     return dict(select(store, "key, value from tags"))
 
 
-def artifact(database: Path, name: str) -> Path:
+def artifact(database, name):
     (run_id,) = select(sqlite3.connect(database), "run_uuid from runs")
     return database.parent / "mlflow-artifacts" / run_id / "artifacts" / name
 
 
-def send(folder: Path, database: Path) -> MlflowRun:
+def send(folder, database) -> MlflowRun:
     run = MlflowRun(folder, f"sqlite:///{database}", say=print)
     run.sync("FINISHED", ended=2e9)
     return run
@@ -296,7 +282,7 @@ def test_the_node_is_watched_until_the_run_ends(
 
 
 @pytest.fixture
-def folder(open_tracker, tmp_path) -> Path:
+def folder(open_tracker, tmp_path):
     """With a file that is sent, and a link to one outside, which is not."""
     run = tmp_path / "run"
     with open_tracker(settings={"uri": None, "experiment": "copies"}) as tracker:

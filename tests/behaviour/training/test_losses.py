@@ -20,8 +20,8 @@ from vitscale.objectives.losses import hard_loss, label_loss
 from vitscale.objectives.objective import (
     Distillation,
     DistillationSettings,
-    TeacherSettings,
 )
+from vitscale.objectives.settings import TeacherSettings
 from vitscale.objectives.teacher import open_teacher
 
 NAME = "test_efficientnet"
@@ -143,7 +143,7 @@ def opened(
         {"model": NAME, "weights": str(path), **settings}
     )
     return open_teacher(
-        **chosen.model_dump(),
+        chosen,
         classes=classes,
         world=WORLD,
         engine=EngineSettings.model_validate(engine or {}),
@@ -208,7 +208,7 @@ def test_a_teachers_classes_are_matched_by_name(network, safetensors):
 def test_images_are_resized_to_the_teachers_size(safetensors):
     teacher = opened(safetensors, image_size=64)
     inputs = []
-    teacher.model.network.register_forward_pre_hook(
+    teacher.frozen.model.network.register_forward_pre_hook(
         lambda _, arguments: inputs.append(arguments[0])
     )
 
@@ -217,7 +217,9 @@ def test_images_are_resized_to_the_teachers_size(safetensors):
     teacher.logits(flat)
     assert inputs[0].shape == (2, 3, 64, 64)
     assert inputs[0].std(dim=(0, 2, 3)).max() < 1e-5
-    assert opened(safetensors).image_size == 160  # timm's of this network
+    assert (
+        opened(safetensors).frozen.opened.arch.image_size == 160
+    )  # timm's of this network
 
 
 def test_the_teacher_learns_nothing(safetensors):
@@ -225,14 +227,14 @@ def test_the_teacher_learns_nothing(safetensors):
     torch.manual_seed(3)
     random_state = torch.get_rng_state()
     teacher = opened(safetensors, image_size=64, engine={"precision": "bf16"})
-    network = teacher.model.network
+    network = teacher.frozen.model.network
     weights = copy.deepcopy(network.state_dict())
 
     # A forward pass in training would move them.
     logits = teacher.logits(images(64).float())
     assert logits.dtype == torch.float32
     assert not logits.requires_grad
-    assert teacher.model.dtype == torch.bfloat16  # the run's
+    assert teacher.frozen.model.dtype == torch.bfloat16  # the run's
     assert not any(parameter.requires_grad for parameter in network.parameters())
     for name, value in network.state_dict().items():
         assert torch.equal(value, weights[name]), name
@@ -251,7 +253,7 @@ def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path):
     # A teacher is compiled where the student is: it runs as often.
     compiled = opened(path, model="test_vit", engine={"compile": True})
     for each, is_compiled in ((teacher, False), (compiled, True)):
-        for block in each.model.network.blocks:
+        for block in each.frozen.model.network.blocks:
             assert (block._compiled_call_impl is not None) == is_compiled
 
     # Neither needs a batch to be found.

@@ -20,7 +20,7 @@ from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.engine.small_models import small_model
 from tests.support.engine.subjects import WORLD
 from tests.support.light_checkpoints import flip, light_save
-from tests.support.tables import rows
+from tests.support.tables import refused, rows
 from vitscale.checkpoint.folders import Checkpoint, newest_checkpoint
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
@@ -100,9 +100,9 @@ def checkpoint_of(description, *, step=20, **progress):
     )
 
 
-def resume(checkpoint, change):
+def resume(checkpoint, change, *, is_branch=False):
     plan = training_plan(run_with(change), world_size=1, num_samples=80)
-    check_resumable(checkpoint, description_of(change), plan)
+    check_resumable(checkpoint, description_of(change), plan, is_branch=is_branch)
 
 
 @pytest.mark.parametrize("key", CHANGES)
@@ -117,10 +117,28 @@ def test_incompatible_change_is_refused(monkeypatch, key):
     assert "num_heads" not in caught.value.what  # of an architecture, only what differs
 
 
+def test_a_branch_takes_all_of_its_trunk():
+    branch = run_with({}).model_copy(update={"init": "runs/a@5", "init_weights": "ema"})
+    assert branch.trunk == Path("runs/a/checkpoints/step-00000005")
+    assert dict(branch.problems())["init_weights"].startswith("a branch has all state")
+
+    # A revision of a repository, and what is fine-tuned, are weights.
+    for other in (
+        branch.model_copy(update={"init": "hf://a/b@5"}),
+        FinetuneRun.model_validate({**SECTIONS, "init": "runs/a@5"}),
+    ):
+        assert other.trunk is None
+
+
 def test_step_beyond_the_run_is_refused():
     # As after a user has made a run shorter, which has trained for longer already.
-    with pytest.raises(UserError, match="step 101 is beyond the 100 steps of this run"):
+    with refused("step 101 is not before the end of this run, step 100"):
         resume(checkpoint_of(description_of({}), step=101), {})
+    # Of a finished run nothing is left to train, but a branch has a step of its own.
+    finished = checkpoint_of(description_of({}), step=100)
+    resume(finished, {})
+    with refused("step 100 is not before(?s:.*)take its weights alone: init=runs/x/"):
+        resume(finished, {}, is_branch=True)
 
 
 def test_changed_settings_are_listed(tmp_path):
@@ -219,8 +237,8 @@ def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path):
 
     def counts(**data):
         settings = DataSettings.model_validate(whole | data)
-        run: Any = SimpleNamespace(data=settings, seed=0)
-        training_set, evaluated = session._read_index(run)
+        run: Any = SimpleNamespace(data=settings, seed=0, objective=None)
+        training_set, evaluated = session._read_index(run, needs_labels=True)
         return training_set.num_samples, evaluated and evaluated.num_samples
 
     # Without either, nothing is evaluated; a cut takes its images out of the training set.
@@ -319,7 +337,7 @@ def test_a_resume_knows_the_best_of_the_steps_that_it_has_reached(
         "CheckpointStore": lambda *_, **__: nullcontext(store),
         "run_folder_lock": lambda *_, **__: nullcontext(),
         "gather_objects": lambda value: [value],
-        "check_resumable": lambda *_: None,
+        "check_resumable": lambda *_, **__: None,
         "refuse_other_start": lambda *_: None,
     }.items():
         monkeypatch.setattr(session, name, value)

@@ -105,6 +105,9 @@ a.yaml objective.mask_ratio=0.5 objective.label_smooting=1
 a.yaml 'objective={name: mae, maskratio: 1, mask_ratio: 0}'
 a.yaml objective.name=3
 a.yaml 'objective={name: distillation, teacher: {wieghts: x}}'
+a.yaml 'objective={name: features, teachers: [{wieghts: x}], shares: [0], patch_grid: [7]}'
+a.yaml 'objective={name: features, teachers: [{weights: x}], shares: [1, 2], patch_weight: 0}' \
+  objective.class_weight=0 'objective.patch_grid=[7, 7]' 'data.views=[{name: a}]'
 a.yaml objective=3 schedule=3 'evaluate={name: knn}'
 a.yaml 'evaluate=[{k: 1}, {name: knnn}, {name: knn, kk: 1, k: 0}, {name: few_shot, l2: x}]'
 a.yaml 'optim.betas=[0.9, x]' data.horizontal_flip=1 engine.zero_stage=true

@@ -1,7 +1,6 @@
 """data_prep/find_duplicates.py, and shards made again without the copies that it found."""
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,7 +10,8 @@ from PIL import Image, ImageOps
 from tests.support.corpora.image_corpus import ledger, make_shards, run_script
 from tests.support.corpora.image_samples import encoded, rotated
 from tests.support.corpora.shard_folders import photo
-from tests.support.tables import Values, every
+from tests.support.corpora.sources import written
+from tests.support.tables import every
 from vitscale.data.index import read_manifest, sample_keys
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
@@ -22,18 +22,18 @@ SPLITS = "source.splits={train: train, val: val}"
 CHECKS = ("images.check=header", "source.holdout_fraction=0")
 
 
-def picture(seed: int) -> Image.Image:
+def picture(seed):
     content = photo(seed, width=160, height=120)
     return Image.open(io.BytesIO(content)).convert("RGB")
 
 
-def turned(image: Image.Image) -> bytes:
+def turned(image):
     """As a camera stores it: turned pixels, which its EXIF turns back."""
     pixels = image.transpose(Image.Transpose.ROTATE_90)
     return encoded(pixels, "JPEG", quality=90, exif=rotated(6))
 
 
-def hardest(image: Image.Image) -> bytes:
+def hardest(image):
     """Half the size, mirrored and of low quality: near every limit of what is promised."""
     return encoded(ImageOps.mirror(image.reduce(2)), "JPEG", quality=40)
 
@@ -46,33 +46,28 @@ COPIES = {
 }
 
 
-def write(path: Path, content: bytes):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-
-
-def find(*arguments, rc: int = 0) -> str:
+def find(*arguments, rc=0):
     return run_script("find_duplicates", *arguments, rc=rc)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> tuple[Path, Path]:
+def made(tmp_path_factory):
     """(source, shards): different pictures in `train`, and copies of those in `val` beside them."""
     base = tmp_path_factory.mktemp("duplicates")
     source = base / "images"
     for seed in range(NUM_PICTURES):
-        write(source / f"train/cat/{seed:02d}.png", encoded(picture(seed), "PNG"))
+        written(source / f"train/cat/{seed:02d}.png", encoded(picture(seed), "PNG"))
     for number, (name, copy) in enumerate(COPIES.items()):
         original = picture(100 + number)
-        write(source / f"val/cat/{number}.png", encoded(original, "PNG"))
-        write(source / f"train/cat/copy_{number}_{name}", copy(original))
+        written(source / f"val/cat/{number}.png", encoded(original, "PNG"))
+        written(source / f"train/cat/copy_{number}_{name}", copy(original))
     # The one copy with equal bytes, under another name.
-    write(source / "train/cat/twin.png", encoded(picture(0), "PNG"))
+    written(source / "train/cat/twin.png", encoded(picture(0), "PNG"))
     make_shards(source, base / "shards", SPLITS, *CHECKS)
     return source, base / "shards"
 
 
-def rows_of(folder: Path) -> dict[str, Values]:
+def rows_of(folder):
     table = pq.read_table(folder / "duplicates.parquet").to_pylist()
     rows = {row["path"]: row for row in table}
     # An image with two rows would hide one of them here.
@@ -130,9 +125,9 @@ def test_images_of_an_evaluation_set_are_found(as_shards, made, tmp_path):
     source, shards = made
     seen = tmp_path / "evaluation/x"
     # A similar copy, one with equal bytes, a new picture, and no picture.
-    write(seen / "seen.jpg", encoded(ImageOps.mirror(picture(3)), "JPEG", quality=85))
-    write(seen / "equal.png", encoded(picture(4), "PNG"))
-    write(seen / "new.jpg", photo(5000))
+    written(seen / "seen.jpg", encoded(ImageOps.mirror(picture(3)), "JPEG", quality=85))
+    written(seen / "equal.png", encoded(picture(4), "PNG"))
+    written(seen / "new.jpg", photo(5000))
     (seen / "notes.txt").write_text("no image")
     copied = {"03": "seen.jpg", "04": "equal.png"}
     other = seen.parent
@@ -148,7 +143,7 @@ def test_images_of_an_evaluation_set_are_found(as_shards, made, tmp_path):
         find(other, "--similar", *against, "--output", tmp_path / "one")
         assert (tmp_path / "one/pairs.png").exists()
     else:
-        write(seen / "broken.gif", b"no picture")
+        written(seen / "broken.gif", b"no picture")
         for link in ("up", "again"):  # 40 levels of each in all of the others
             (seen / link).symlink_to(seen.parent)
     text = find(shards, "--similar", "--against", other, "--output", tmp_path / "found")
@@ -168,9 +163,9 @@ def test_converted_originals_and_other_classes_are_found(tmp_path):
     original = encoded(picture(1).convert("CMYK"), "JPEG", quality=90)
     images = tmp_path / "images"
     for name in ("cat/a.jpg", "dog/b.jpg", "dog/c.jpg"):
-        write(images / name, original)
-    write(images / "cat/other.png", encoded(picture(2), "PNG"))
-    write(tmp_path / "seen/original.jpg", original)
+        written(images / name, original)
+    written(images / "cat/other.png", encoded(picture(2), "PNG"))
+    written(tmp_path / "seen/original.jpg", original)
     make_shards(images, tmp_path / "shards", *CHECKS)
     statuses = {row["status"] for row in ledger(tmp_path / "shards").values()}
     assert statuses == {"repaired", "kept"}
@@ -237,7 +232,7 @@ def test_a_folder_without_shards_is_refused(tmp_path):
 def test_a_list_of_other_images_is_refused(made, tmp_path):
     source, shards = made
     find(shards, "--output", tmp_path / "found")
-    write(tmp_path / "others/cat/a.png", encoded(picture(7), "PNG"))
+    written(tmp_path / "others/cat/a.png", encoded(picture(7), "PNG"))
     rows = rows_of(tmp_path / "found")
     (copy,) = (path for path, row in rows.items() if not row["keep"])
 

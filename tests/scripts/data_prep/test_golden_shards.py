@@ -16,15 +16,16 @@ from blake3 import blake3
 from tests.support.corpora import image_corpus
 from tests.support.corpora.external_tars import tar_bytes, write_tars
 from tests.support.corpora.image_corpus import run_script
+from tests.support.corpora.sources import written
 from tests.support.golden import FOLDER
-from tests.support.tables import Values, every
+from tests.support.tables import every
 
 # Without splits of its own: the held-out part, and the places in two tars, come from the seed.
 HELD_OUT = ("source.splits={}", "source.holdout_fraction=0.3", "shards.min_shards=2")
 IMAGES = FOLDER / "images"
 
 
-def images(split: str) -> list[Path]:
+def images(split):
     """Paths as CLASS/NAME below IMAGES."""
     paths = sorted(path.relative_to(IMAGES) for path in IMAGES.glob("*/*"))
     if split == "test":
@@ -32,15 +33,13 @@ def images(split: str) -> list[Path]:
     return paths
 
 
-def image_folder(root: Path):
+def image_folder(root):
     for split in ("train", "test"):
         for path in images(split):
-            copy = root / split / path
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(IMAGES / path, copy)
+            written(root / split / path, (IMAGES / path).read_bytes())
 
 
-def class_tars(root: Path):
+def class_tars(root):
     """A folder of tars for train, one tar of them for test."""
     for split in ("train", "test"):
         tars = {"cat.tar": {}, "dog.tar": {}}
@@ -55,7 +54,7 @@ def class_tars(root: Path):
             write_tars(root, {"test.tar": packed})
 
 
-def webdataset_tars(root: Path):
+def webdataset_tars(root):
     # Two tars for train, so that a range of names has something to expand to.
     tars = {
         "train-0.tar": images("train")[::2],
@@ -70,7 +69,7 @@ def webdataset_tars(root: Path):
         write_tars(root, {name: members})
 
 
-def parquet(root: Path):
+def parquet(root):
     root.mkdir()
     for split in ("train", "test"):
         rows = []
@@ -83,7 +82,7 @@ def parquet(root: Path):
         pq.write_table(table, root / f"{split}.parquet", row_group_size=3)
 
 
-def path_table(root: Path):
+def path_table(root):
     """A file for each row: one that is in two splits is refused."""
     for split in ("train", "test"):
         shutil.copytree(IMAGES, root / split)
@@ -101,7 +100,7 @@ KINDS = {
 }
 
 
-def make_shards(source: Path, output: Path, *settings: str):
+def make_shards(source, output, *settings):
     image_corpus.make_shards(
         source,
         output,
@@ -114,7 +113,7 @@ def make_shards(source: Path, output: Path, *settings: str):
     )
 
 
-def contents(folder: Path) -> Values:
+def contents(folder):
     """What must not change: tars, fingerprints, index and the outcome of every input."""
     manifest = json.loads((folder / "manifest.json").read_text())
     tars = {}
@@ -163,7 +162,7 @@ def test_shards_keep_their_bytes(kind, golden, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def shards(golden, tmp_path_factory) -> Path:
+def shards(golden, tmp_path_factory):
     """A shard folder that was made when the golden files were last renewed."""
 
     def make(folder):

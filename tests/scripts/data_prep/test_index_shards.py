@@ -41,6 +41,14 @@ from vitscale.data.settings import RemoteSettings
 from vitscale.runs.data_prep import DataPrepRun
 
 
+def refusal(*arguments, code=2):
+    """The error of an index that is not made."""
+    done = run_index(*arguments)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
 def test_img2dataset_layout(tmp_path):
     tars = tmp_path / "tars"
     folder = tmp_path / "index"
@@ -58,9 +66,7 @@ def test_img2dataset_layout(tmp_path):
 
     # Again the same: nothing to do. With another label: another index, which must not replace it.
     assert "already there" in index(tars, folder, "source.label=json:synset")
-    other = run_index(tars, folder, "source.label=json:caption")
-    assert other.returncode == 2
-    assert "exists already" in other.stderr
+    assert "exists already" in refusal(tars, folder, "source.label=json:caption")
 
 
 def test_imagenet_22k_layout_with_both_label_spaces(tmp_path):
@@ -143,10 +149,9 @@ def test_tars_of_images_alone_give_an_index_without_labels(tmp_path):
     # One has a label, which then must not be read: half-labelled tars have no classes.
     rows.append({"__key__": "k3", "jpg": photo(3), "cls": 7})
     write_tar(tars / "a.tar", rows)
-    refused = run_index(tars, folder)
     # Nobody loses labels without asking for that.
     advice = "next: set source.label to where the labels are, or labels.values=none"
-    assert advice in refused.stderr
+    assert advice in refusal(tars, folder)
 
     # What is printed names a recipe that trains without labels, and what it needs.
     text = index(tars, folder, "labels.values=none")
@@ -181,10 +186,9 @@ def test_unusable_inputs_are_in_the_ledger(tmp_path):
     write_tar(cut_tar, good[:3])
     os.truncate(cut_tar, 3 * 2048 + 100)
 
-    refused = run_index(tars, folder)
-    assert refused.returncode == 2
-    assert "images are bad" in refused.stderr
-    assert "label where source.label says: cls or json:FIELD in tars" in refused.stderr
+    text = refusal(tars, folder)
+    assert "images are bad" in text
+    assert "label where source.label says: cls or json:FIELD in tars" in text
     assert not folder.exists()
 
     index(tars, folder, "images.max_bad_fraction=0.3")
@@ -249,11 +253,9 @@ def test_the_path_of_the_tars_is_relative_if_movable(tmp_path):
 def test_settings_that_rewrite_tars_are_refused(tmp_path, overrides, messages):
     hugging_face_layout(tmp_path / "repo", tars=1, samples=6)
     tars = tmp_path / "repo/data/train"
-    finished = run_index(tars, tmp_path / "index", *overrides.split())
-    assert finished.returncode == 2, finished.stdout + finished.stderr
+    text = refusal(tars, tmp_path / "index", *overrides.split())
     for message in messages:
-        assert message in finished.stderr
-    assert "Traceback" not in finished.stderr
+        assert message in text
     assert not (tmp_path / "index").exists()
 
 
@@ -266,7 +268,7 @@ def test_tars_sorted_by_class_are_refused_for_training(tmp_path, monkeypatch):
         rows = [{"__key__": f"{i}", "jpg": photo(0), "cls": label} for i in range(20)]
         write_tar(tars / f"{label:03d}.tar", rows)
     # One worker is this process, where the patch is.
-    text = run_index(tars, folder, "num_workers=1").stderr
+    text = refusal(tars, folder, "num_workers=1")
     assert "1 of its 20 tars at a time, which have 1 classes" in text
     assert "next: write shuffled ones" in text
     assert not folder.exists()
@@ -287,9 +289,7 @@ def test_a_tar_that_changes_meanwhile_is_refused(tmp_path):
     run_steps(work, STEPS[:2], num_workers=1)
     changed, *_ = sorted(tars.glob("*.tar"))
     os.utime(changed, ns=(1, 1))
-    finished = run_index(tars, folder)
-    assert finished.returncode == 2
-    assert "changed while" in finished.stderr
+    assert "changed while" in refusal(tars, folder)
     # It has thrown away what it had: now the tars are read as they are.
     index(tars, folder)
 
@@ -306,9 +306,8 @@ def test_tars_at_a_url_are_indexed_in_place(tmp_path, monkeypatch):
         # A server over HTTP cannot list, so all names are given.
         splits = f"source.splits={{train: '{{{','.join(names)}}}'}}"
         server.fault = lambda path, number: {names[2]: "forbidden"}.get(path)
-        failed = run_index(server.url, folder, splits, "num_workers=1")
-        assert failed.returncode == 74
-        assert f"{names[2]}: cannot be read" in failed.stderr
+        text = refusal(server.url, folder, splits, "num_workers=1", code=74)
+        assert f"{names[2]}: cannot be read" in text
         work = tmp_path / ".index.preparing"
         assert len(list(work.glob("tars/*.arrow"))) == 2
         assert not list(work.rglob("*.tar"))
@@ -341,5 +340,5 @@ def test_tars_at_a_url_are_indexed_in_place(tmp_path, monkeypatch):
         printed = index(server.url, tmp_path / "cut", splits, allowed)
         assert "1 truncated_tar" in printed
         assert names[1] in printed
-    refused = run_index("http://127.0.0.1:9/a", tmp_path / "other")
-    assert "server cannot list" in refused.stderr
+    text = refusal("http://127.0.0.1:9/a", tmp_path / "other")
+    assert "server cannot list" in text

@@ -13,14 +13,14 @@ from tests.support.corpora.image_corpus import run_script
 SPLITS = ("train", "test")
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def files_of(folder):
     files = {}
     for path in folder.rglob("*.png"):
         files[str(path.relative_to(folder))] = path.read_bytes()
     return files
 
 
-def split_sizes(corpus: str, images: Path, shards: Path, *more: str) -> list[int]:
+def split_sizes(corpus, images, shards, *more):
     """Numbers of training and test images in shards made with the corpus's configuration."""
     options = (f"source.path={images}", f"output={shards}", *more)
     run_script("make_shards", "--config", f"configs/data/{corpus}.yaml", *options)

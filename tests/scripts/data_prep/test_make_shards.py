@@ -3,9 +3,7 @@
 import json
 import os
 import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import blake3
 import pyarrow.parquet as pq
@@ -23,12 +21,13 @@ from tests.support.corpora.image_corpus import (
 )
 from tests.support.corpora.image_samples import png
 from tests.support.corpora.shard_folders import photo
-from tests.support.waiting import PATIENCE_S, ROOT
+from tests.support.corpora.sources import written
+from tests.support.waiting import PATIENCE_S, ROOT, run_python
 from vitscale.data.index import read_manifest
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> tuple[Path, Path, str]:
+def made(tmp_path_factory):
     """(source, shard folder, what was printed), shared by tests that only read."""
     base = tmp_path_factory.mktemp("made")
     source = corpus(base / "images")
@@ -46,8 +45,7 @@ def test_order_of_creation_does_not_change_the_shards(made, tmp_path):
         f"import os, sys; os.sched_setaffinity(0, {{{core}}}); "
         f"os.execv(sys.executable, {words!r})"
     )
-    on_one_core = [sys.executable, "-c", code]
-    subprocess.run(on_one_core, cwd=ROOT, check=True, capture_output=True)
+    run_python("-c", code, cwd=ROOT, check=True)
 
     # All files are equal byte by byte; only the manifest names the source, which is another folder.
     again = contents(tmp_path / "again")
@@ -101,7 +99,7 @@ def test_an_existing_output_is_recognised_or_refused(made, tmp_path):
     assert contents(full) == {"mine.txt": b"keep"}
 
 
-def plant_faults(root: Path) -> dict[str, str | None]:
+def plant_faults(root):
     """Put one of each trouble into the corpus; returns path -> expected reason (None: kept)."""
     cat = root / "cat"
     seeds = iter(range(1000, 2000))
@@ -138,18 +136,14 @@ def plant_faults(root: Path) -> dict[str, str | None]:
         "bomb.png": (png(60_000, 60_000, rows=bytes(1000)), "too_many_pixels"),
     }
     for name, (data, _) in files.items():
-        path = cat / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        written(cat / name, data)
     # A name that is not UTF-8, as from an old archive.
-    with open(os.fsencode(cat) + b"/bytes\xff.jpg", "wb") as file:
-        file.write(good())
-    (root / "loose.jpg").write_bytes(good())
+    written(cat / os.fsdecode(b"bytes\xff.jpg"), good())
+    written(root / "loose.jpg", good())
 
     # Links: to a file outside, which counts; to folders, which could go in circles; to nothing; and
     # to an image of another class. A pipe would be read for ever.
-    secret = root.parent / "secret.jpg"
-    secret.write_bytes(good())
+    secret = written(root.parent / "secret.jpg", good())
     (cat / "outside.jpg").symlink_to(secret)
     (cat / "outside_folder").symlink_to("/usr")
     (cat / "loop").symlink_to(cat)
@@ -206,7 +200,7 @@ def test_every_planted_fault_is_in_the_ledger_with_its_reason(tmp_path):
     assert {sample["__key__"] for sample in stream} == index.keys()
 
 
-def make(source: Path, output: Path, *options: str) -> str:
+def make(source, output, *options):
     return make_shards(source, output, "source.holdout_fraction=0.0", *options)
 
 
@@ -215,9 +209,7 @@ def test_small_classes_leave_and_every_class_holds_out_the_same(tmp_path):
     # One with more than it must hold out, one with just enough images to stay, one with too few.
     for name, num in (("cat", 12), ("dog", 3), ("rare", 2)):
         for i in range(num):
-            path = root / name / f"{i:02d}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(photo(100 * num + i))
+            written(root / name / f"{i:02d}.jpg", photo(100 * num + i))
     shards = tmp_path / "shards"
     options = (
         "source.min_images_per_class=3",
@@ -243,14 +235,10 @@ def test_small_classes_leave_and_every_class_holds_out_the_same(tmp_path):
 def test_a_small_corpus_needs_one_start_of_python(tmp_path):
     """Workers are forks of the command, which imports neither torch nor pandas."""
     source = corpus(tmp_path / "images", num=12)
-    done = subprocess.run(
-        command(source, tmp_path / "shards", "num_workers=2"),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        # Python then writes a line to stderr for each import, in every process.
-        env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"},
-    )
+    _, *words = command(source, tmp_path / "shards", "num_workers=2")
+    # Python then writes a line to stderr for each import, in every process.
+    told = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
+    done = run_python(*words, cwd=ROOT, env=told)
     assert done.returncode == 0
     imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
     # Once: a worker that starts afresh would import it again.

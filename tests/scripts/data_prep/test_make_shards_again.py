@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +16,10 @@ from tests.support.corpora.image_corpus import (
 )
 from tests.support.levels import by_level
 from tests.support.tables import every
-from tests.support.waiting import PATIENCE_S, ROOT
+from tests.support.waiting import PATIENCE_S, ROOT, run_python
 
 
-def started(
-    source: Path, output: Path, *options: str, until: str = "rows.arrow", **how
-) -> subprocess.Popen[str]:
+def started(source, output, *options, until="rows.arrow", **how):
     """make_shards at work; it has made a file of this name."""
     process = subprocess.Popen(
         command(source, output, *options),
@@ -39,7 +36,7 @@ def started(
     return process
 
 
-def kill(process: subprocess.Popen[str], folder: Path):
+def kill(process, folder):
     """Kill a task, and let its heartbeats grow as old as they would in a minute."""
     # With its workers, which would otherwise finish what they have begun.
     os.killpg(process.pid, signal.SIGKILL)
@@ -134,14 +131,14 @@ def test_a_source_that_changes_meanwhile_is_refused(change, tmp_path):
     assert names_in(tmp_path) == ["images", "shards"]
 
 
-def names_in(folder: Path) -> list[str]:
+def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
 def test_late_array_tasks_get_the_result_of_their_job(tmp_path):
     source = corpus(tmp_path / "images")
     work = tmp_path / ".shards.preparing"
-    words = command(
+    _, *words = command(
         source,
         tmp_path / "shards",
         "images.max_bad_fraction=0",
@@ -155,13 +152,8 @@ def test_late_array_tasks_get_the_result_of_their_job(tmp_path):
         # A new job starts when the fault is mended; a late task of the old one only reports.
         if job == "8":
             victim.write_bytes(photo)
-        done = subprocess.run(
-            words,
-            cwd=ROOT,
-            env=os.environ | {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": job},
-            capture_output=True,
-            text=True,
-        )
+        task = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": job}
+        done = run_python(*words, cwd=ROOT, env=os.environ | task)
         texts.append(done.stdout + done.stderr)
         assert done.returncode == rc, texts
         assert (work / "failed.json").exists() == bool(rc)
@@ -189,8 +181,7 @@ def test_a_write_error_is_one_message_and_loses_nothing(tmp_path):
         "import os, resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
         f"os.execv({sys.executable!r}, {command(source, shards)!r})"
     )
-    limited = [sys.executable, "-c", code]
-    done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-c", code, cwd=ROOT)
     assert done.returncode == 74
     assert "Traceback" not in done.stderr
     assert "written (File too large)" in done.stderr

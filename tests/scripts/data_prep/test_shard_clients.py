@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +17,9 @@ from tests.support.corpora.indexing import index
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.levels import by_level
 from tests.support.tables import every
+from tests.support.waiting import run_python
 from vitscale.data.index import read_manifest, read_split
 
-# Key, label and BLAKE3 of the image's bytes, equal for all readers.
-Sample = tuple[str, int, str]
 # In a process of its own: `datasets` reads the variables of its caches when it is imported.
 HUGGING_FACE = """
 import json, sys
@@ -38,23 +35,24 @@ for row in data:
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Shards:
     folder: Path
     suffix: str
 
     @property
-    def splits(self) -> list[str]:
+    def splits(self):
         return sorted(read_manifest(self.folder).splits)
 
-    def indexed(self, split: str) -> list[Sample]:
+    def indexed(self, split):
+        """Key, label and BLAKE3 of the image's bytes, equal for all readers."""
         samples = []
         for row in pq.read_table(self.folder / "index.parquet").to_pylist():
             if row["split"] == split:
                 samples.append((row["key"], row["label"], row["blake3"].hex()))
         return samples
 
-    def pixels(self, split: str) -> list[tuple[int, bytes]]:
+    def pixels(self, split):
         """Label and decoded image of every sample."""
         index = read_split(self.folder, split=split)
         samples = []
@@ -110,12 +108,7 @@ def test_hugging_face_datasets_reads_the_indexed_samples(digits, streaming, tmp_
     }
     split = "test"
     arguments = [digits.folder, split, digits.suffix, tmp_path / "cache", streaming]
-    finished = subprocess.run(
-        [sys.executable, "-c", HUGGING_FACE, *map(str, arguments)],
-        env=os.environ | offline,
-        capture_output=True,
-        text=True,
-    )
+    finished = run_python("-c", HUGGING_FACE, *arguments, env=os.environ | offline)
     assert finished.returncode == 0, finished.stderr
     names, *rows = map(json.loads, finished.stdout.splitlines())
     # Names of classes, not numbers alone: they come from the card that lies beside the tars.
@@ -123,7 +116,7 @@ def test_hugging_face_datasets_reads_the_indexed_samples(digits, streaming, tmp_
     assert [tuple(row) for row in rows] == digits.indexed(split)
 
 
-def timm_pixels(folder: Path, split: str) -> list[tuple[int, bytes]]:
+def timm_pixels(folder, split):
     from timm.data.readers.reader_wds import ReaderWds
 
     reader = ReaderWds(str(folder), split=split)

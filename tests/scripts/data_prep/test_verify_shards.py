@@ -1,7 +1,6 @@
 """data_prep/verify_shards.py as people run it, and the entry points that it writes."""
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,7 +43,7 @@ NUM_POSITIONS = 20
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> tuple[Path, Path]:
+def folders(tmp_path_factory):
     """The same shards, plain and with entry points."""
     if why := missing("region"):
         skip_or_fail(f"the region decoder does not work here: {why}")

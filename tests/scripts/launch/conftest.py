@@ -29,7 +29,7 @@ launch: {{nodes: 2, max_requeues: 9, snapshot: false}}
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass
 class FakeSlurm:
     """A folder with a run, and the answers of the fake programs."""
 
@@ -62,6 +62,9 @@ class FakeSlurm:
         if code:
             return done.stderr
         return done.stdout
+
+    def launch(self, *arguments: str, config: str = "run.yaml", **how) -> str:
+        return self.call("launch/slurm.py", "--config", config, *arguments, **how)
 
     def run_job(self, ranks: str, *, restart: int = 0, state: str = "RUNNING") -> int:
         """Run the batch script once, as SLURM does. Returns the exit code of the job."""
@@ -112,7 +115,7 @@ def submitted(tmp_path_factory) -> FakeSlurm:
     (slurm.folder / "slurm").mkdir()
     (slurm.folder / "run.yaml").write_text(CONFIG)
     slurm.write("queue", "")
-    output = slurm.call("launch/slurm.py", "--config", "run.yaml")
+    output = slurm.launch()
     assert "submitted job 12: small, 2 task(s)" in output
     return slurm
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -38,7 +37,7 @@ stages:
 """
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
+def start(folder):
     return subprocess.Popen(
         [sys.executable, ROOT / "launch/local.py", "--config", "chain.yaml", "--num-procs", "2"],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -48,7 +47,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def wait_for_training(chain: subprocess.Popen[str], stage: int):
+def wait_for_training(chain, stage):
     """Read what the chain prints until the processes of a stage, counted from 1, run."""
     num_started = 0
     for line in iter(chain.stdout.readline, ""):

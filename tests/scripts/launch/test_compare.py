@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -14,11 +13,10 @@ from launch.comparison.page import render
 from launch.comparison.runs import ComparedRun
 from tests.support.corpora.indexing import run
 from tests.support.levels import skip_or_fail
+from tests.support.run_folders import tracker_of
 from tests.support.tables import lines
 from tests.support.waiting import PATIENCE_S, ROOT
 from vitscale.tracking.journal import Row
-from vitscale.tracking.settings import TrackingSettings
-from vitscale.tracking.tracker import Tracker
 
 # One transparent pixel.
 PNG = bytes.fromhex(
@@ -27,25 +25,17 @@ PNG = bytes.fromhex(
 )
 
 
-def run_compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_compare(folder, *arguments):
     with contextlib.chdir(folder):
         return run(ROOT / "launch/compare.py", *arguments)
 
 
-def make_run(root: Path, name: str, *, lr: float, gain: float):
+def make_run(root, name, *, lr, gain):
     folder = root / "runs" / name
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"name: {name}\nseed: 7\noptim:\n  lr: {lr}\n")
-    tracker = Tracker(
-        folder,
-        settings=TrackingSettings(uri=None),
-        name=name,
-        stage="pretrain",
-        tags={"vitscale.data": "digits, 9 images"},
-        resume_step=0,
-        is_writer=True,
-    )
-    with tracker:
+    data = {"vitscale.data": "digits, 9 images"}
+    with tracker_of(folder, name=name, tags=data) as tracker:
         for step in range(1, 4):
             # A metric that is never a number must not end a comparison.
             tracker.log({"train/loss": 1 / step, "odd/name": math.nan}, step=step)
@@ -53,7 +43,7 @@ def make_run(root: Path, name: str, *, lr: float, gain: float):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
+def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("compare")
     make_run(root, "small-lr", lr=0.001, gain=0.5)
     make_run(root, "large-lr", lr=0.01, gain=0.75)

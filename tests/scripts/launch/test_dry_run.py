@@ -44,19 +44,18 @@ LARGE = """
     launch.gpu_type=h200 launch.mem_gb=512 launch.partition=long,short launch.account=vision
     launch.signal_delay_s=300 data.global_batch=64
 """.split()
-PLAN = ("launch/slurm.py", "--dry-run", "--config", "run.yaml")
 # Each has lines of its own in the batch script.
 DRY_RUNS = {
-    "one_node": "run.yaml launch.nodes=1 launch.cpus_per_task=4".split(),
+    "one_node": ["run.yaml", "launch.nodes=1", "launch.cpus_per_task=4"],
     "many_nodes": ["run.yaml", *LARGE],
     "site": ["run.yaml", *SITE],
     "free_nodes": ["run.yaml", *LARGE, "launch.nodes=2-8"],
     "array": ["data.yaml"],
-    "h14": [ROOT / "configs/vit_h14.yaml", "data.path=shards"],
+    "h14": [f"{ROOT}/configs/vit_h14.yaml", "data.path=shards"],
 }
 
 
-def normal(text: str, slurm: FakeSlurm) -> str:
+def normal(text, slurm: FakeSlurm):
     """A script without the paths of this machine and the hash of its code."""
     for path, name in ((slurm.folder, "FOLDER"), (sys.executable, "PYTHON")):
         text = text.replace(str(path), name)
@@ -69,7 +68,8 @@ def normal(text: str, slurm: FakeSlurm) -> str:
 def test_a_dry_run_shows_the_batch_script(name, submitted, golden):
     (submitted.folder / "data.yaml").write_text(DATA)
     before = sorted(submitted.folder.rglob("*"))
-    output = submitted.call("launch/slurm.py", "--dry-run", "--config", *DRY_RUNS[name])
+    config, *words = DRY_RUNS[name]
+    output = submitted.launch("--dry-run", *words, config=config)
     # Not even the run folder.
     assert sorted(submitted.folder.rglob("*")) == before
     script = output.partition("# Batch script\n")[2]
@@ -81,18 +81,17 @@ def test_a_later_job_waits_for_the_earlier_one(slurm, golden):
     (link,) = (slurm.run_folder / "slurm").glob("*.sh")
     row = f"12|12|RUNNING|None|1764000000|n[1-2]|1763990000|/x/{link.name}\n"
     slurm.write("queue", row)
-    command = ("launch/slurm.py", "--config", "run.yaml")
-    errors = slurm.call(*command, code=2)
+    errors = slurm.launch(code=2)
     assert "job 12 (RUNNING on n[1-2]) of this run has not ended" in errors
-    slurm.call(*command, "--after")
+    slurm.launch("--after")
     script = (slurm.folder / "slurm/script").read_text()
     golden.text("sbatch/after.sh", normal(script, slurm))
 
     # squeue fails: a job that must wait is refused, and any other one is not held up.
     (slurm.folder / "slurm/queue").unlink()
-    errors = slurm.call(*command, "--after", code=2)
+    errors = slurm.launch("--after", code=2)
     assert "cannot look up the earlier job for --after" in errors
-    assert "submitted job 12" in slurm.call(*command)
+    assert "submitted job 12" in slurm.launch()
 
 
 def test_a_job_of_a_chain_runs_only_after_a_success(slurm):
@@ -100,7 +99,7 @@ def test_a_job_of_a_chain_runs_only_after_a_success(slurm):
     stages = "{name: a, config: run.yaml}, {name: b, config: run.yaml, after: [a]}"
     chain = f"stage: chain\nname: two\nstages: [{stages}]\n"
     (slurm.folder / "chain.yaml").write_text(chain)
-    output = slurm.call("launch/slurm.py", "--config", "chain.yaml")
+    output = slurm.launch(config="chain.yaml")
     assert "submitted b: job 12, after 12" in output
     script = (slurm.folder / "slurm/script").read_text()
     assert "--dependency=afterok:12\n" in script
@@ -109,8 +108,8 @@ def test_a_job_of_a_chain_runs_only_after_a_success(slurm):
 
 def test_a_sweep_on_the_command_line_shows_its_runs(submitted):
     before = sorted(submitted.folder.rglob("*"))
-    output = submitted.call(
-        *PLAN,
+    output = submitted.launch(
+        "--dry-run",
         "optim.lr=[1e-3, 2e-3]",
         "name=grid",
         "launch.gpus_per_node=1",
@@ -127,11 +126,7 @@ def test_a_sweep_on_the_command_line_shows_its_runs(submitted):
 
 
 def test_a_dry_run_shows_the_plan_without_slurm(submitted):
-    output = submitted.call(
-        *PLAN,
-        "optim.lr=0.002",
-        slurm=False,
-    )
+    output = submitted.launch("--dry-run", "optim.lr=0.002", slurm=False)
     plan = output.partition("# Plan\n")[2].partition("\n\n")[0]
     rows = dict(re.split(r"  +", line, maxsplit=1) for line in plan.splitlines())
     assert "lr: 0.002" in output
@@ -147,7 +142,7 @@ def test_a_dry_run_shows_the_plan_without_slurm(submitted):
 
     # A range of nodes: with 4 tasks each, 64 images divide over 2, 4 and 8 of them.
     more = ("launch.nodes=2-8", "launch.tasks_per_node=4", "data.global_batch=64")
-    output = submitted.call(*PLAN, *more)
+    output = submitted.launch("--dry-run", *more)
     used = "used: 8, 4, 2 (the global batch divides over these)"
     assert f"2 to 8, as many as are free at each start; {used}" in output
     assert "32 ranks x 2 images" in output
@@ -156,27 +151,27 @@ def test_a_dry_run_shows_the_plan_without_slurm(submitted):
 
 def test_a_data_preparation_is_an_array(submitted):
     (submitted.folder / "data.yaml").write_text(DATA)
-    output = submitted.call("launch/slurm.py", "--dry-run", "--config", "data.yaml")
+    output = submitted.launch("--dry-run", config="data.yaml")
     assert "64 task(s) x 8 core(s) = 512 core(s), as a SLURM array" in output
 
     # A task uses the cores that it requested, not all that the node has.
     assert "\nnum_workers: 8\n" in output
     # Its tasks end at different times.
-    after = ("launch/slurm.py", "--config", "data.yaml", "--after")
-    assert "is for one job" in submitted.call(*after, code=2)
+    errors = submitted.launch("--after", config="data.yaml", code=2)
+    assert "is for one job" in errors
 
 
 def test_what_slurm_refuses_is_said_and_leaves_no_files(slurm):
-    command = ("launch/slurm.py", "--config", "run.yaml", "launch.snapshot=true")
-    assert "SLURM          ok " in slurm.call(*command, "--dry-run")
+    copied = "launch.snapshot=true"
+    assert "SLURM          ok " in slurm.launch(copied, "--dry-run")
     slurm.write("refusal", "sbatch: error: no such nodes")
     refused = "SLURM          warning  sbatch --test-only: sbatch: error: no such nodes"
-    assert refused in slurm.call(*command, "--dry-run")
+    assert refused in slurm.launch(copied, "--dry-run")
 
     # Of a run that is there, and of a new one: neither a folder nor a copy of the code is left.
     before = sorted(slurm.folder.rglob("*"))
     for name in ("name=small", "name=other"):
-        errors = slurm.call(*command, name, "--after", code=2)
+        errors = slurm.launch(copied, name, "--after", code=2)
         assert "error:\nsbatch refused the job: no such nodes" in errors
     assert sorted(slurm.folder.rglob("*")) == before
 
@@ -203,29 +198,28 @@ def test_more_time_than_a_partition_allows_is_said(submitted, monkeypatch):
 
 def test_refusals_are_short_and_complete(slurm):
     (slurm.folder / "sbatch").symlink_to("/bin/true")  # without srun
-    command = ("launch/slurm.py", "--config", "run.yaml", "name=other")
-    without = slurm.call(*command, slurm=False, code=2)
+    without = slurm.launch("name=other", slurm=False, code=2)
     assert "no SLURM on this machine" in without
     assert "vitscale launch --local" in without
     assert "--dry-run" in without
 
     # Two faults in one report: a batch that does not divide, and a GPU that is not requested.
     bad = ("launch.nodes=3", "data.global_batch=64", "engine.device=cuda")
-    errors = slurm.call(*command, *bad, code=2)
+    errors = slurm.launch("name=other", *bad, code=2)
     assert "64 images are not divisible by 3 tasks" in errors
     assert "63 or 66" in errors
     assert "launch.gpus_per_node" in errors
     assert "Traceback" not in errors + without
 
     # Ranges: no number in it divides the batch, its ends are exchanged, it is none.
-    free = ("launch.tasks_per_node=2", "data.global_batch=6")
+    free = ("name=other", "launch.tasks_per_node=2", "data.global_batch=6")
     wrong = {
         "2-3": "6 images are not divisible by 4 tasks",
         "3-2": "turn it",
         "x": "2-8",
     }
     for nodes, error in wrong.items():
-        assert error in slurm.call(*command, *free, f"launch.nodes={nodes}", code=2)
+        assert error in slurm.launch(*free, f"launch.nodes={nodes}", code=2)
     assert not (slurm.folder / "runs/other").exists()
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from launch.jobs.attempts import Ending, read_attempts
 from launch.jobs.processes import StopFlag, run_here
 from launch.jobs.submission import StageJob
 from tests.support.tables import every, refused
-from tests.support.waiting import PATIENCE_S, ROOT, wait_until
+from tests.support.waiting import PATIENCE_S, ROOT, run_python, wait_until
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.processes import is_alive
 
@@ -26,7 +25,7 @@ import sys
 from pathlib import Path
 from launch.jobs import processes
 from launch.jobs.submission import StageJob
-processes.GRACE_SECONDS = 1.0
+processes.GRACE_SECONDS = 0.5
 stop = processes.StopFlag()
 {before}
 here = Path.cwd()
@@ -35,7 +34,7 @@ sys.exit(processes.run_here(job, python=None, num_procs=2, stop=stop))
 """
 
 
-def start(folder: Path, stage: str, *, before: str = "") -> subprocess.Popen[str]:
+def start(folder, stage, *, before=""):
     """before: code that the program runs before it starts the job."""
     (folder / "stage.py").write_text(textwrap.dedent(stage))
     program = PROGRAM.format(before=textwrap.dedent(before))
@@ -46,7 +45,7 @@ def start(folder: Path, stage: str, *, before: str = "") -> subprocess.Popen[str
     )  # fmt: skip
 
 
-def pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
+def pids(process, folder):
     """Process ids that the stages wrote, once both have."""
 
     def tell():
@@ -65,13 +64,29 @@ def pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
     return numbers()
 
 
-def wait_for_line(process: subprocess.Popen[str], text: str):
+def wait_for_line(process, text):
     assert any(text in line for line in iter(process.stdout.readline, ""))
 
 
-def await_end(pids: list[int]):
+def await_end(pids):
     """Wait until all have ended; by themselves they would live longer than the test."""
     wait_until(lambda: not any(map(is_alive, pids)), else_say=lambda: f"{pids} live on")
+
+
+def ended(process, code):
+    """Wait for the end with this exit code; returns output and errors."""
+    output, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code, errors
+    return output, errors
+
+
+def signalled(process, folder, number, *, code):
+    """Send a signal once both ranks run; no rank may outlive the end, whose output is returned."""
+    tasks = pids(process, folder)
+    process.send_signal(number)
+    texts = ended(process, code)
+    await_end(tasks)
+    return texts
 
 
 # A stage that stops as a training does: at a signal, with a checkpoint that rank 0 still writes.
@@ -85,21 +100,20 @@ WAITING = """
     while not stop:
         time.sleep(0.05)
     if os.environ["RANK"] == "0":
-        time.sleep(2)  # longer than the grace of ranks after one has failed
+        time.sleep(1)  # longer than the grace of ranks after one has failed
         pathlib.Path("checkpoints/step-00000012").mkdir(parents=True)
     sys.exit(75)
 """
 
 
 def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path):
-    command = [
-        sys.executable,
+    done = run_python(
         ROOT / "launch/local.py",
         "--config=digits/pretrain",
         "data.path=no",
         "launch.nodes=3",  # a local run has one
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        cwd=tmp_path,
+    )
     error = "error:\nno: no such folder\n  next: correct the path"
     assert done.returncode == 2
     assert done.stderr.startswith(error)
@@ -132,8 +146,7 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path, death):
         """,
         before=before,
     )
-    output, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1
+    output, errors = ended(process, 1)
     # Rank 0's output is the run's; another rank's log is shown when that rank fails.
     assert "rank 0 was here" in output
     assert "rank 1 was here" not in output
@@ -146,25 +159,22 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path, death):
     assert attempt.reason.startswith("rank 1 ")
 
 
+def test_a_signal_before_a_rank_is_started_is_not_lost(tmp_path):
+    signal_itself = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    ended(start(tmp_path, WAITING, before=signal_itself), 75)
+    (attempt,) = read_attempts(tmp_path)
+    assert attempt.ending is Ending.STOPPED
+
+
 @every(number=[signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_stops_with_a_checkpoint(tmp_path, number):
-    # Before a rank is started: it must not be lost.
-    signal_itself = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
-    early = start(tmp_path, WAITING, before=signal_itself)
-    early.communicate(timeout=PATIENCE_S)
-    assert early.returncode == 75
-
     process = start(tmp_path, WAITING)
-    tasks = pids(process, tmp_path)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 75
+    output, _ = signalled(process, tmp_path, number, code=75)
     # Rank 0 had the time for its checkpoint, although rank 1 had ended.
     stopped = "stopped: 12 steps are kept; the same command resumes the run\n"
     assert output.endswith(stopped)
-    await_end(tasks)
-    endings = [attempt.ending for attempt in read_attempts(tmp_path)]
-    assert endings == [Ending.STOPPED] * 2
+    (attempt,) = read_attempts(tmp_path)
+    assert attempt.ending is Ending.STOPPED
 
 
 def test_ranks_do_not_obey_what_the_shell_says_of_another_job(tmp_path, monkeypatch):
@@ -181,7 +191,7 @@ def test_ranks_do_not_obey_what_the_shell_says_of_another_job(tmp_path, monkeypa
         own = {{name: os.environ.get(name) for name in {[*stale]}}}
         print(*map(repr, own.values()), file=open("seen-" + os.environ["RANK"], "w"))
     """
-    output, errors = start(tmp_path, stage).communicate(timeout=PATIENCE_S)
+    output, errors = ended(start(tmp_path, stage), 0)
     for rank in (0, 1):
         seen = (tmp_path / f"seen-{rank}").read_text().split()
         # In the order of `words`: of this launcher, or gone.
@@ -209,8 +219,8 @@ def test_a_second_ctrl_c_kills_and_a_third_leaves_no_process(tmp_path):
     # The third comes while the second one's work is done: a traceback would leave it half done.
     for _ in range(2):
         process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, errors) == (130, "")
+    output, errors = ended(process, 130)
+    assert errors == ""
     assert output == "stopped; the same command starts the run again\n"
     await_end(tasks)
     (attempt,) = read_attempts(tmp_path)
@@ -228,12 +238,9 @@ def test_ctrl_c_ends_ranks_that_are_not_in_their_loop(tmp_path):
         run_rank_script(lambda: time.sleep(1000))
         """,
     )
-    tasks = pids(process, tmp_path)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, errors) == (130, "")
+    output, errors = signalled(process, tmp_path, signal.SIGINT, code=130)
+    assert errors == ""
     assert output.endswith("kills\nstopped; the same command starts the run again\n")
-    await_end(tasks)
 
 
 def test_a_second_start_is_refused_and_records_nothing(tmp_path):
@@ -248,23 +255,17 @@ def test_a_second_start_is_refused_and_records_nothing(tmp_path):
     wait_for_line(process, "running 2 proc")
     # Not the logs, to which the first start still writes.
     before = content()[:1]
-    second = start(tmp_path, WAITING)
-    _, errors = second.communicate(timeout=PATIENCE_S)
-    assert second.returncode == 1
+    _, errors = ended(start(tmp_path, WAITING), 1)
     assert "another job is training in this run" in errors
     assert content()[:1] == before
-    pids(process, tmp_path)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=PATIENCE_S)
+    signalled(process, tmp_path, signal.SIGTERM, code=75)
 
     # As `run_folder_lock` does in ranks that SLURM or a person started.
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         print("process 17 on n1", file=lock, flush=True)
         before = content()
-        third = start(tmp_path, WAITING)
-        _, errors = third.communicate(timeout=PATIENCE_S)
-    assert third.returncode == 1
+        _, errors = ended(start(tmp_path, WAITING), 1)
     assert ": process 17 on n1" in errors
     assert content() == before
 
@@ -310,11 +311,7 @@ def test_sigterm_before_tasks_handle_it_is_not_a_failure(tmp_path, rank_0, code)
         time.sleep(1000)
         """,
     )
-    tasks = pids(process, tmp_path)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == code, errors
-    await_end(tasks)
+    signalled(process, tmp_path, signal.SIGTERM, code=code)
 
 
 def test_a_missing_interpreter_is_one_error(tmp_path):
@@ -356,12 +353,13 @@ submission.StageJob(script="stage.py", config="c")()
         "import os; print(repr(os.environ['VITSCALE_SITE'])); os.kill(os.getpid(), 12)"
     )
     (tmp_path / "stage.py").write_text(stage)
-    done = subprocess.run(
-        [sys.executable, "-u", "-c", program],
+    variables = {"PYTHONPATH": str(ROOT), "VITSCALE_SITE": "site.yaml"}
+    done = run_python(
+        "-u",
+        "-c",
+        program,
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "VITSCALE_SITE": "site.yaml"},
-        capture_output=True,
-        text=True,
+        env=os.environ | variables,
     )
     assert done.returncode == 75
     # The site file is in the run's configuration already; read again it could have changed.

@@ -32,21 +32,9 @@ cd $RUN/../..
 {sys.executable} {ROOT}/launch/status.py runs/small > text
 {sys.executable} {ROOT}/launch/status.py runs/small --json > json
 """
-# What the ranks did (the last step that they logged, and their end), and the job's state and reason
-# in the queue; without them SLURM does not answer.
-STATES = """
-name|ranks|state|reason
-queued||PENDING|Resources
-running|STEP 20, ASK, exit 0|RUNNING|None
-paused|STEP 20, END 75|PENDING|BeginTime
-queued_again|STEP 20, END 75|PENDING|Resources
-failed|NAN 20, END 2|FAILED|NonZeroExitCode
-finished|STEP 100, exit 0|COMPLETED|None
-no_slurm|STEP 20, END 75||
-"""
 
 
-def commands_of(actions: str) -> str:
+def commands_of(actions):
     """The shell lines of what ranks did."""
     parts = {"STEP": STEP, "NAN": NAN, "END": ENDED, "ASK": ASK}
     lines = ""
@@ -63,7 +51,18 @@ KEYS = """
 """.split()
 
 
-@lines(STATES)
+# What the ranks did (the last step that they logged, and their end), and the job's state and reason
+# in the queue; without them SLURM does not answer.
+@lines("""
+name|ranks|state|reason
+queued||PENDING|Resources
+running|STEP 20, ASK, exit 0|RUNNING|None
+paused|STEP 20, END 75|PENDING|BeginTime
+queued_again|STEP 20, END 75|PENDING|Resources
+failed|NAN 20, END 2|FAILED|NonZeroExitCode
+finished|STEP 100, exit 0|COMPLETED|None
+no_slurm|STEP 20, END 75||
+""")
 def test_status_shows(name, ranks, state, reason, slurm, golden):
     answers = state != ""
     if answers:
@@ -95,7 +94,7 @@ def test_status_shows(name, ranks, state, reason, slurm, golden):
     golden.text(f"status/{name}.txt", "\n".join([normal(text), *shown, ""]))
 
 
-def value_at(run, path: str):
+def value_at(run, path):
     for key in path.split("/"):
         # A run that has not failed has no failure to look into.
         if run is not None:
@@ -103,7 +102,7 @@ def value_at(run, path: str):
     return run
 
 
-def normal(text: str) -> str:
+def normal(text):
     """Without durations and times."""
     text = re.sub(r"\b\d+:\d\d:\d\d\b", "DURATION", text)
     return re.sub(r"(\d{4}-\d\d-\d\d )?\b\d\d:\d\d\b", "TIME", text)
@@ -117,8 +116,10 @@ RECORDED = """mkdir -p "$RUN/events" && cat >> "$RUN/events/n1.jsonl" << END
 {"event": "failed", "time": 1, "attempt": "$VITSCALE_ATTEMPT", "kind": "device", "what": "no bus"}
 END
 """
+
+
 # What the ranks do, exit code of the job (?: any failure), whether it is requeued, in the log.
-ENDINGS = """
+@lines("""
 ranks|code|requeued|text
 exit 0|0|no|
 FAIL 1|1|yes|rank 1 on n2 ended with code 1
@@ -129,10 +130,7 @@ FAIL 75|75|yes|stopped by a signal
 FAIL 74|74|yes|rank 1 on n2 ended with code 74
 FAIL 2|2|no|a restart would fail in the same way
 FAIL 76|76|no|the training diverged
-"""
-
-
-@lines(ENDINGS)
+""")
 def test_the_end_of_the_ranks_decides(ranks, code, requeued, text, slurm):
     ranks = re.sub(r"FAIL (\d+)", lambda match: FAILED.format(code=match[1]), ranks)
     ranks = ranks.replace("KILLED", KILLED)
@@ -163,7 +161,7 @@ def test_ranks_are_started_on_all_nodes(slurm):
 def test_ranks_are_started_on_as_many_nodes_as_the_batch_divides_over(slurm):
     # SLURM gives 2 of 1 to 3 nodes: over their 4 tasks 6 images do not divide.
     free = ("launch.nodes=1-3", "launch.tasks_per_node=2", "data.global_batch=6")
-    slurm.call("launch/slurm.py", "--config", "run.yaml", *free)
+    slurm.launch(*free)
     slurm.run_job('echo "$SLURM_NTASKS tasks on $SLURM_NNODES"; exit 0')
     assert "using 1 of 2 nodes, over which" in slurm.log
     assert "2 tasks on 1" in slurm.log

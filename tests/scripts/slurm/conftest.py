@@ -66,7 +66,7 @@ PartitionName=test Nodes={names} Default=YES MaxTime=60 State=UP
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=2000"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass
 class SlurmCluster:
     """A running cluster; commands find it through `environment`."""
 
@@ -316,12 +316,7 @@ def slurm() -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture
-def submit(
-    slurm,
-    tmp_path,
-    monkeypatch,
-    request,
-) -> Callable[..., Submission]:
+def submit(slurm, tmp_path, monkeypatch, request) -> Callable[..., Submission]:
     """Submit a stand-in script as a stage of the run in tmp_path, with LAUNCH of the test's file.
 
     The submitted function takes changes of LAUNCH.

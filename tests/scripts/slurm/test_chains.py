@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -61,7 +60,7 @@ shards pretrain finetune/lr-0.01 finetune/lr-0.001 evaluate/lr-0.01 evaluate/lr-
 """.split()
 
 
-def write_inputs(folder: Path):
+def write_inputs(folder):
     corpus(folder / "images", num=4, side=8)
     files = {
         "data": DATA,

@@ -1,7 +1,6 @@
 """Shards made by an array of tasks on two nodes, some of them stopped half way."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ SETTINGS = (
 )
 
 
-def write_corpus(folder: Path):
+def write_corpus(folder):
     """Noise in three classes, seconds of work to decode, some files cut short."""
     import numpy as np
     from PIL import Image

@@ -72,9 +72,7 @@ WAITING = (
 
 def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path):
     job = submit(CRASHING)
-    ended = slurm.wait(job.job_id, states=["FAILED", "COMPLETED"])
-    log = job.log(0).read_text()
-    check_ended(ended, "FAILED", restarts=3, log=log)
+    _, log = end_of(slurm, job, "FAILED", restarts=3)
     attempts = read_attempts(tmp_path)
 
     # The first one's checkpoint counts as progress, so it is not fruitless.
@@ -96,10 +94,14 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path):
     assert len(re.findall(begin, decided)) == 3
 
 
-def check_ended(job: dict[str, str], state: str, *, restarts: int, log: str):
-    """The log says why, if the controller has it otherwise."""
-    assert job["JobState"] == state, log
-    assert job["Restarts"] == str(restarts), log
+def end_of(slurm, job, state, *, restarts):
+    """The controller's fields of a job that has ended so, and the job's log."""
+    ended = slurm.wait(job.job_id, states=FINAL_STATES)
+    # It says why, if the controller has it otherwise.
+    log = job.log(0).read_text()
+    assert ended["JobState"] == state, log
+    assert ended["Restarts"] == str(restarts), log
+    return ended, log
 
 
 def test_a_node_that_the_job_asks_for_is_not_excluded(slurm, submit):
@@ -107,10 +109,9 @@ def test_a_node_that_the_job_asks_for_is_not_excluded(slurm, submit):
     # Two failures in a row on one node, after which it would be excluded.
     text = f"{BEGINNING}    attempt > 2 or os.kill(os.getpid(), signal.SIGKILL)"
     job = submit(text, nodes=1, sbatch={"nodelist": "n2"})
-    ended = slurm.wait(job.job_id, states=FINAL_STATES)
-    assert ended["JobState"] == "COMPLETED"
+    ended, log = end_of(slurm, job, "COMPLETED", restarts=2)
     assert ended["ExcNodeList"] == "(null)"
-    assert "n2 is not excluded: the job could not start" in job.log(0).read_text()
+    assert "n2 is not excluded: the job could not start" in log
 
 
 def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path):
@@ -120,9 +121,7 @@ def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path):
     while slurm.job(job.job_id)["JobState"] not in FINAL_STATES:
         slurm.run(["bash", "-c", f"scancel --signal=USR2 {job.job_id} || true"])
         time.sleep(0.1)
-    ended = slurm.job(job.job_id)
-    log = job.log(0).read_text()
-    check_ended(ended, "FAILED", restarts=2, log=log)
+    ended, log = end_of(slurm, job, "FAILED", restarts=2)
     assert ended["ExitCode"] == "75:0"
     assert "launch.max_requeues=2 is reached" in log
     assert {attempt.ending for attempt in read_attempts(tmp_path)} == {Ending.STOPPED}
@@ -147,9 +146,7 @@ def test_a_node_that_returns_does_not_end_the_next_attempt(slurm, submit, tmp_pa
     finally:
         # ReturnToService=2: a node that registers is up again.
         slurm.start("n2")
-    ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"])
-    log = job.log(0).read_text()
-    check_ended(ended, "COMPLETED", restarts=1, log=log)
+    ended, log = end_of(slurm, job, "COMPLETED", restarts=1)
     assert ended["NumNodes"] == "2", log
     first, second = read_attempts(tmp_path)
     assert second.ending is Ending.DONE, first
@@ -185,11 +182,9 @@ def test_a_node_that_cannot_start_a_task_is_left(
         # Ranks of the first two attempts wait, so only the faulty node can end them.
         text = f"{BEGINNING}    time.sleep(1000 if attempt < 3 else 0)"
         job = submit(text, nodes=nodes)
-        ended = slurm.wait(job.job_id, states=FINAL_STATES)
+        ended, log = end_of(slurm, job, "COMPLETED", restarts=2)
     finally:
         restart(None)
-    log = job.log(0).read_text()
-    check_ended(ended, "COMPLETED", restarts=2, log=log)
     assert ended["NumNodes"] == "1", log
     assert ended["ExcNodeList"] == node
     assert not [*slurm.processes(SLURM_JOB_ID=job.job_id)]
@@ -245,9 +240,7 @@ def test_an_end_that_srun_never_hears_of_is_found(slurm, submit, tmp_path, monke
         if parent is not None and parent.name() == "slurmstepd":
             parent.kill()
     (tmp_path / "end").touch()
-    ended = slurm.wait(job.job_id, states=FINAL_STATES)
-    log = job.log(0).read_text()
-    check_ended(ended, "COMPLETED", restarts=0, log=log)
+    _, log = end_of(slurm, job, "COMPLETED", restarts=0)
     assert log.count("srun is ended") == 1
     (attempt,) = read_attempts(tmp_path)
     assert attempt.ending is Ending.DONE
@@ -262,7 +255,8 @@ def test_a_run_folder_that_was_moved_does_not_come_back(slurm, submit, tmp_path)
     ended = slurm.wait(job.job_id, states=FINAL_STATES)
     (path,) = moved.glob(f"slurm/{job.job_id}/*_0_log.out")
     log = path.read_text()
-    check_ended(ended, "FAILED", restarts=0, log=log)
+    assert ended["JobState"] == "FAILED", log
+    assert ended["Restarts"] == "0", log
     assert f"not requeued: {tmp_path} was moved or removed" in log
     assert not tmp_path.exists()
     moved.rename(tmp_path)

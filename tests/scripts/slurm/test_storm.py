@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -245,7 +245,7 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 MOMENTS = ("start", "step", "save", "end")
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Storm:
     """The chain and what happens to it."""
 
@@ -266,7 +266,7 @@ class Storm:
     by_hand: Counter[str] = field(default_factory=Counter)
     """By fault: how often a person did what `vitscale status` says."""
 
-    def command(self, text: str):
+    def command(self, text):
         words = {
             "job": self.job_id,
             "run": self.run_folder,
@@ -276,7 +276,7 @@ class Storm:
         }
         self.cluster.run(["bash", "-c", (SHELL + text).format_map(words)])
 
-    def between_attempts(self, text: str):
+    def between_attempts(self, text):
         self.command("kill -KILL {rank}")
         self.wait(lambda: not self.is_running(), "end")
         # The next attempt must not begin while the files are damaged.
@@ -285,7 +285,7 @@ class Storm:
         # A job that was cancelled meanwhile cannot be released.
         self.command("scontrol release {job} || true")
 
-    def away(self, daemon: str, moment: str):
+    def away(self, daemon, moment):
         """A daemon is away for a while at a moment of an attempt."""
         # Each node has its own slurmd, which the cluster names after it.
         if daemon == "slurmd":
@@ -301,7 +301,7 @@ class Storm:
         time.sleep(OUTAGE_S)
         self.cluster.start(daemon)
 
-    def node_broken(self, lines: str):
+    def node_broken(self, lines):
         with self.broken(lines):
             self.command("kill -KILL {rank}")
             self.wait_restart()
@@ -328,7 +328,7 @@ class Storm:
         self.command(f"{down}; sleep 10")
         self.cluster.start(node)
 
-    def storage_hung(self, command: str):
+    def storage_hung(self, command):
         """All writes to the run folder wait."""
         disk = str(self.chain.parent)
         subprocess.run(["fsfreeze", "--freeze", disk], check=True)
@@ -352,7 +352,7 @@ class Storm:
 
     # ---- what they need --------------------------------------------------------------------------
 
-    def end(self, steps: int):
+    def end(self, steps):
         """Wait for the chain; its last end, too, is one that SLURM hears of late."""
         self.fault = "the end"
         almost = (len(STAGES) - 1, steps - 3)
@@ -364,18 +364,18 @@ class Storm:
             assert ended["JobState"] == "COMPLETED", ended
             assert not [*self.cluster.processes(SLURM_JOB_ID=job_id)]
 
-    def table(self) -> Iterator[str]:
+    def table(self):
         yield "| Fault | Times | By hand | Median s | Largest s |\n|---|---|---|---|---|"
         for fault, seconds in sorted(self.seconds.items()):
             times = f"{median(seconds):.0f} | {max(seconds):.0f}"
             yield f"| {fault} | {len(seconds)} | {self.by_hand[fault]} | {times} |"
 
     @property
-    def job_id(self) -> str:
+    def job_id(self):
         return self.jobs[STAGES[self.stage]]
 
     @property
-    def run_folder(self) -> Path:
+    def run_folder(self):
         return self.chain / STAGES[self.stage]
 
     def submit(self):
@@ -384,7 +384,7 @@ class Storm:
         # Again by hand: only the stages that are not done have new jobs.
         self.jobs |= dict(re.findall(r"submitted (\S+): job (\d+)", output))
 
-    def suffer(self, fault: str, *, after_steps: int):
+    def suffer(self, fault, *, after_steps):
         """Let the fault happen after some more steps, and wait until the chain is further."""
         self.fault = fault
         stage, step = self.position()
@@ -429,7 +429,7 @@ class Storm:
         self.wait(lambda: self.start() != before and self.is_running(), "next start")
 
     @contextmanager
-    def broken(self, lines: str) -> Iterator[None]:
+    def broken(self, lines):
         """What starts on one node inside the block begins with these shell lines."""
         file = self.folder / "nodes" / self.rng.choice(NODES)
         file.write_text(lines)
@@ -437,10 +437,10 @@ class Storm:
         file.unlink()
 
     @property
-    def journal(self) -> Path:
+    def journal(self):
         return self.run_folder / "journal.jsonl"
 
-    def position(self) -> tuple[int, int]:
+    def position(self):
         """(Stages done, last step in the journal of the next one)."""
         while self.cluster.job(self.job_id)["JobState"] == "COMPLETED":
             self.stage += 1
@@ -452,14 +452,14 @@ class Storm:
         steps = [row.step for row in map(decode, lines[-20:]) if row is not None]
         return self.stage, max(steps, default=0)
 
-    def start(self) -> tuple[str, str]:
+    def start(self):
         """Of the stage's job, which one it is."""
         return self.job_id, self.cluster.job(self.job_id)["Restarts"]
 
-    def is_running(self) -> bool:
+    def is_running(self):
         return self.cluster.job(self.job_id)["JobState"] == "RUNNING"
 
-    def wait(self, condition: Callable[[], object], event: str):
+    def wait(self, condition, event):
         def happens():
             self.position()  # the next stage may have begun
             job = self.cluster.job(self.job_id)
@@ -490,7 +490,7 @@ class Storm:
                 self.command(f"scontrol update nodename={node} state=resume || true")
         self.command("scontrol release {job}; sleep 2")
 
-    def ranks(self) -> list[int]:
+    def ranks(self):
         pids = []
         for process, variables in self.cluster.processes(SLURM_JOB_ID=self.job_id):
             # The batch script has no step, or one above all others.
@@ -504,7 +504,7 @@ class Storm:
 Fault = Callable[[Storm], None]
 
 
-def commands_of(text: str, run: Callable[..., None]) -> dict[str, Fault]:
+def commands_of(text, run):
     """The indented lines below each name, as faults."""
     rows = re.findall(r"(\w+):\n((?:    .*\n)+)", text)
     return {name: partial(run, text=lines) for name, lines in rows}
@@ -512,7 +512,7 @@ def commands_of(text: str, run: Callable[..., None]) -> dict[str, Fault]:
 
 KILL_A_RANK = "kill -KILL {rank}"
 # Those of shell lines, then those that need more than a shell.
-FAULTS: dict[str, Fault] = {
+FAULTS = {
     **commands_of(COMMANDS, Storm.command),
     **commands_of(BETWEEN, Storm.between_attempts),
     **{
@@ -542,7 +542,7 @@ requeuehold_and_release slurmctld_away_at_start
 
 
 @contextmanager
-def disk_that_can_hang(folder: Path) -> Iterator[Path]:
+def disk_that_can_hang(folder):
     """A disk of its own, and on it a small one for the checkpoints of each stage."""
     image = folder / "image"
     make = f"truncate -s 1G {image} && mkfs.ext4 -q {image}"

@@ -5,15 +5,13 @@ import re
 import shutil
 import sqlite3
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.runs import TINY
-from tests.support.waiting import PATIENCE_S, ROOT
+from tests.support.waiting import PATIENCE_S, ROOT, run_python
 from vitscale.config.packaged import CODE_FOLDERS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -29,7 +27,7 @@ ENDED = ("COMPLETED", "FAILED")
 
 
 @pytest.fixture
-def checkout(tmp_path) -> Path:
+def checkout(tmp_path):
     """A copy of this project with a commit of its own, which a test can edit."""
     folder = tmp_path / "checkout"
     for name in CODE_FOLDERS:
@@ -52,13 +50,11 @@ def test_a_job_runs_the_code_as_it_was_submitted(slurm, checkout):
 
     def submit(*arguments):
         """Job id, or '' without one, and what launch/slurm.py prints."""
-        done = subprocess.run(
-            [sys.executable, "launch/slurm.py", "--config", "run.yaml", *arguments],
+        done = run_python(
+            *("launch/slurm.py", "--config", "run.yaml", *arguments),
             cwd=checkout,
             # The copy, and not the checkout that the tests are in.
             env=slurm.environment | {"PYTHONPATH": str(checkout)},
-            capture_output=True,
-            text=True,
             timeout=PATIENCE_S,
         )
         output = done.stdout + done.stderr

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -69,6 +70,8 @@ def way(
         settings += (f"engine.zero_stage={zero_stage}",)
     if name == "distillation":
         settings += (f"objective.teacher.weights={runs.undisturbed()}",)
+    if name == "features":
+        settings += (f"objective.teachers=[{{weights: {runs.undisturbed()}}}]",)
     model = VIT
     if name == "timm":
         model = TIMM
@@ -86,6 +89,7 @@ waiting for data: [distillation, 3, 1, batch, 24, 12]
 while others wait for its images: [simclr, 2, 1, backward, 9, 9]
 while others wait for its sums: [lejepa, 1, 1, backward, 8, 8]
 before the teacher moves: [dino, 3, 0, step, 9, 9]
+after a teacher has answered: [features, 2, 0, backward, 15, 8]
 at a log line: [masked_patch_prediction, 2, 0, log, 3, 8]
 # The place counts the 24 batches of the training, too.
 in an evaluation: [timm, 1, 1, evaluated batch, 28, 12]
@@ -208,7 +212,8 @@ def test_finetuning_starts_from_the_trunk_of_each_objective(fault_runs, tmp_path
 
 
 @slow
-def test_finetuning_resumes_without_its_start(fault_runs, killed_copy):
+@every(stage="finetune, pretrain")
+def test_a_run_resumes_without_its_start(fault_runs, killed_copy, stage):
     source = killed_copy / "run"
     folder = killed_copy / "tuned"
     # The newest one is damaged, so the one before it is what is started from.
@@ -217,7 +222,7 @@ def test_finetuning_resumes_without_its_start(fault_runs, killed_copy):
         file.write(b"x")
     settings = (f"init={source}", "schedule.steps=7")
     planted = {1: [fault("backward", micro_step(7), "lag and kill")]}
-    ranks = fault_runs.start(folder, *settings, faults=planted, stage="finetune")
+    ranks = fault_runs.start(folder, *settings, faults=planted, stage=stage)
     wait_and_end_others(ranks)
     text = output(folder)
     assert "skipping damaged checkpoint" in text
@@ -226,11 +231,49 @@ def test_finetuning_resumes_without_its_start(fault_runs, killed_copy):
 
     # Its own checkpoint has all that it needs.
     source.rename(killed_copy / "moved")
-    fault_runs.finish(folder, *settings, stage="finetune")
+    fault_runs.finish(folder, *settings, stage=stage)
     text = output(folder)
     assert f"resuming {folder / 'run'} at step 5\n" in text
     assert f": from {source}, resumed at step 5; " in text
     assert text.count("starting from") == 1
+
+
+@slow
+@every(name="supervised, dino")
+def test_a_branch_is_the_run_that_never_branched(fault_runs, tmp_path, name):
+    settings, how = way(fault_runs, name)
+    settings += ("schedule.decay=constant", "schedule.final_lr=0", "checkpoint.keep=9")
+    trunk = tmp_path / "trunk"
+    fault_runs.finish(trunk, *settings, **how)
+    short = (*settings, "schedule.steps=18", "schedule.cooldown_share=0.4")
+
+    # The last step before the cool-down; the branch is killed in it, and its trunk is gone then.
+    folder = tmp_path / "branch"
+    branch = (*short, f"init={trunk / 'run'}@10")
+    nth = 6 if REGISTERED[name].couples else micro_step(6)
+    planted = {1: [fault("step", nth, "lag and kill")]}
+    wait_and_end_others(fault_runs.start(folder, *branch, faults=planted, **how))
+    assert newest_step(folder) >= 15
+    trunk.rename(tmp_path / "moved")
+    ours = fault_runs.finish(folder, *branch, **how)
+    right = fault_runs.uninterrupted(*short, **how)
+    first = ours.journal[0]["step"]
+    assert first == 12
+    later = [row for row in right.journal if row["step"] >= first]
+    assert differences(ours, replace(right, journal=later)) == []
+
+    text = output(folder)
+    assert f"a branch of {trunk / 'run'} at step 10\n" in text
+    assert "no lines of steps" not in text
+    # Another batch, and a step that is not kept.
+    refused = {
+        "data.global_batch=32": "global_batch: checkpoint 16, now 32",
+        f"init={tmp_path / 'moved/run'}@11": "kept: 5, 10, ",
+    }
+    for change, message in refused.items():
+        moved = (*short, f"init={tmp_path / 'moved/run'}@10", change)
+        assert set(fault_runs.run(tmp_path / message[:4], *moved, **how)) == {2}
+        assert message in output(tmp_path / message[:4])
 
 
 # Objective -> exit code, and what is said. MAE needs none either, but the k-NN that evaluates it.

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import webdataset
 
 from tests.support.corpora.shard_folders import image_bytes
+from tests.support.corpora.sources import written
 
 Members = dict[str, bytes] | Iterable[tuple[str, bytes]]
 
@@ -31,9 +32,7 @@ def tar_bytes(members: Members, *, format: int = tarfile.GNU_FORMAT) -> bytes:
 
 def write_tars(root: Path, tars: dict[str, Members]):
     for name, members in tars.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(tar_bytes(members))
+        written(root / name, tar_bytes(members))
 
 
 NUM_CLASSES = 3

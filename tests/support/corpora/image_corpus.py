@@ -1,8 +1,8 @@
 """Make a small folder of images and run data_prep/make_shards.py on it, or its steps here."""
 
+import contextlib
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +11,10 @@ import pyarrow.parquet as pq
 from data_prep.make_shards import STEPS
 from data_prep.steps.work import WorkFolder, open_work_folder, run_steps
 from tests.support.corpora import image_samples
+from tests.support.corpora.indexing import run
+from tests.support.corpora.sources import written
 from tests.support.waiting import ROOT
+from vitscale.data.index import Manifest, read_manifest
 from vitscale.runs.data_prep import DataPrepRun
 
 CONFIG = "configs/data/image_folder.yaml"
@@ -42,8 +45,7 @@ def corpus(root: Path, *, num: int = 12, order_seed: int = 0, side: int = 16) ->
     # Nor may it depend on the time of a file: a copy of the corpus has another one.
     time = order_seed + 1
     for path, format, seed in images:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(format, seed=seed, side=side))
+        written(path, encoded(format, seed=seed, side=side))
         os.utime(path, (time, time))
     return root
 
@@ -66,9 +68,9 @@ def make_shards(source: Path, output: Path, *options: str, rc: int = 0) -> str:
 
 
 def run_script(name: str, *arguments, rc: int = 0) -> str:
-    """Run a script of data_prep; returns what it printed."""
-    words = [sys.executable, f"data_prep/{name}.py", *map(str, arguments)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    """Run a script of data_prep in this process; returns what it printed."""
+    with contextlib.chdir(ROOT):
+        done = run(ROOT / f"data_prep/{name}.py", *arguments)
     text = done.stdout + done.stderr
     # A refusal is a sentence: an exit code alone would accept a crash.
     assert done.returncode == rc and "Traceback" not in text, text
@@ -84,7 +86,7 @@ def ledger(folder: Path) -> dict[str, dict[str, object]]:
     return {row["path"]: row for row in table.to_pylist()}
 
 
-def run_of(path: Path, output: Path, **sections) -> DataPrepRun:
+def run_of(path: Path | str, output: Path | str, **sections) -> DataPrepRun:
     """`sections`: more settings, such as shards={"min_shards": 2}."""
     source = {"path": str(path), **sections.get("source", {})}
     values = {"output": str(output), **sections, "source": source}
@@ -102,3 +104,9 @@ def prepare_here(run: DataPrepRun, *, until: str | None = None) -> WorkFolder:
     # With one worker the steps run in this process, where a test can patch them.
     run_steps(work, steps, num_workers=1)
     return work
+
+
+def prepared(path: Path, output: Path, **sections) -> Manifest:
+    """Prepare a corpus here, from the first step to the last; returns what the shards say."""
+    prepare_here(run_of(path, output, **sections))
+    return read_manifest(output)

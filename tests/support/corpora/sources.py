@@ -1,4 +1,4 @@
-"""Open a source of data_prep and list its inputs."""
+"""Write the files of a source of data_prep, open it, and list its inputs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,9 +25,15 @@ def listed(source: Source) -> list[Input]:
     return inputs
 
 
+def written(path: Path, content: bytes = b"") -> Path:
+    """Write a file, and make the folders that it is in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
 def touch(root: Path, *names: str) -> Path:
+    """Make empty files with these names below a folder."""
     for name in names:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        written(root / name)
     return root

@@ -55,10 +55,12 @@ from vitscale.distributed.world import (
     sum_over_ranks,
 )
 from vitscale.engine.engine import Engine
+from vitscale.evaluation.trained_model import InferenceModel, Preprocessing
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
 from vitscale.objectives.draws import uniform_rows
 from vitscale.objectives.mixing import draw_blend
+from vitscale.objectives.teacher import FeatureTeacher, FrozenModel
 from vitscale.runs.training import TrainingPlan, training_plan
 from vitscale.training.session import TrainingSession, build_engine
 
@@ -132,6 +134,23 @@ class FixedTeacher:
         return self.network(normalized(images))
 
 
+def feature_teachers(device: torch.device) -> list[FeatureTeacher]:
+    """Two, of other widths than the model; the first has patches of half the size."""
+    teachers = []
+    for patch_size, width in ((2, 20), (4, 36)):
+        sizes = MODEL | {"patch_size": patch_size, "width": width}
+        arch = ViTSettings(**sizes).resolved(num_classes=0)
+        model = InferenceModel(
+            randomized(build_model(arch, seed=5), width),
+            pixels=Preprocessing(image_size=8),
+            world=SimpleNamespace(device=device),
+        )
+        opened = SimpleNamespace(arch=arch)
+        frozen = FrozenModel(model=model, opened=opened, fingerprint="")
+        teachers.append(FeatureTeacher(frozen=frozen, width=width, grid=arch.grid))
+    return teachers
+
+
 class Skippable(nn.Module):
     """A block that the losses of some micro-batches do not use."""
 
@@ -165,6 +184,14 @@ def supervised_with_skips() -> Loss:
 
 def distilled(*, kind: str, tau: float) -> Loss:
     return losses.distillation(teacher(), kind=kind, alpha=0.4, tau=tau)
+
+
+def feature_loss() -> Loss:
+    networks = [
+        teacher.frozen.model.network
+        for teacher in feature_teachers(torch.device("cpu"))
+    ]
+    return losses.features(networks, shares=(0.25, 0.75), weights=(0.7, 1.3))
 
 
 def share_of(pair: int) -> float:
@@ -228,6 +255,10 @@ hard distillation:
   objective: {name: distillation, kind: hard, teacher: {weights: none}, alpha: 0.4}
 soft distillation:
   objective: {name: distillation, kind: soft, tau: 3, teacher: {weights: none}, alpha: 0.4}
+features:
+  objective:
+    {name: features, teachers: [{weights: none}, {weights: none}], shares: [1, 3],
+     class_weight: 0.7, patch_weight: 1.3}
 mae:
   objective: {name: mae, mask_ratio: 0.5, decoder_width: 8, decoder_depth: 1, decoder_heads: 2}
   model: {positions: sincos2d_mae, width: 32}
@@ -272,6 +303,7 @@ activation checkpointing:
   engine: {activation_checkpointing: true}
   model: {drop_path: 0.2}
 frozen: {optim: {ema: {decay: 0.6}}}
+staged: {schedule: {freeze_backbone_steps: 7, backbone_ramp_steps: 6}}
 drop path: {model: {drop_path: 0.3}}
 dropout: {model: {drop_path: 0.3, dropout: 0.1}}
 skipped: {optim: {ema: {decay: 0.6}, clip_norm: 1.0}, schedule: {decay: constant}}
@@ -298,6 +330,7 @@ TASKS = {
     "bce": Task(loss=lambda: losses.supervised("bce")),
     "hard distillation": Task(loss=lambda: distilled(kind="hard", tau=1)),
     "soft distillation": Task(loss=lambda: distilled(kind="soft", tau=3)),
+    "features": Task(loss=feature_loss),
     "mae": Task(loss=lambda: losses.masked_autoencoder(order_of, kept=2)),
     "masked patches": Task(loss=lambda: losses.masked_patches(corruption_of)),
     # At higher rates and lower temperatures what bf16 rounds grows from step to step.
@@ -358,6 +391,7 @@ TASKS = {
     ),
     "mixing": Task(loss=lambda: losses.supervised(smoothing=0.1, share_of=share_of)),
     "activation checkpointing": Task(),
+    "staged": Task(recipe=adamw(stages=(7, 6))),
     "frozen": Task(recipe=adamw(average=0.6), frozen="blocks.0."),
     "skipped block": Task(loss=supervised_with_skips, skips=True, stages=(0, 1)),
     # Masks of drop path do not depend on the machine, those of dropout do.
@@ -420,8 +454,8 @@ def fast_cases() -> tuple[str, ...]:
         # Others have their parts, one by one.
         if task in ("ibot", "dropout"):
             return set()
-        # DINO has all but its regularisers.
-        if task == "dinov2":
+        # DINO has all of DINOv2 but its regularisers; teachers are the same on any machine.
+        if task in ("dinov2", "features"):
             return {(task, machine.ranks > 1)}
         precision = (machine.precision, machine.sent_in_bf16)
         facts = [("stage", machine.stage), ("precision", precision)]
@@ -550,6 +584,8 @@ def new_model(task: str) -> Any:
     objective = run.make_objective()
     arch = arch_of(run)
     model = build_model(arch, seed=0)
+    # These draw numbers, too.
+    objective.teachers = feature_teachers(torch.device("cpu"))
     torch.manual_seed(0)
     objective.extend_model(model, arch)
     if TASKS[task].skips:
@@ -689,6 +725,7 @@ class Training:
             objective.patch_size = arch.patch_size  # of MAE
         objective._arch = arch  # of masked patches
         objective.teacher = FixedTeacher(world.device)  # of distillation
+        objective.teachers = feature_teachers(world.device)  # of features
         module = getattr(self.engine._engine.module, "objective", None)
         objective._module = module  # of DINO
         session.objective = objective
@@ -701,6 +738,7 @@ class Training:
             run.data.views,
             TASKS[task].num_kinds,
         )
+        session.data = SimpleNamespace(targets=None)
         session._views = view_shapes(run.data, arch.image_size)
         session.watchdog = SimpleNamespace(mark=lambda doing: None)
         session.store = SimpleNamespace(wait_for_host_copy=lambda: None)

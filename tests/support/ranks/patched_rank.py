@@ -35,7 +35,7 @@ prepare: vitscale.objectives.objective Objective.prepare
 decoder: vitscale.training.session resolve_decoder
 private folder: vitscale.models.interface private_folder
 tracker: vitscale.training.session Tracker
-init: finetune.start load_initial_weights
+init: vitscale.training.session load_initial_weights
 start: vitscale.training.session build_engine
 restore: vitscale.training.session restore_engine
 batch: vitscale.engine.device_batches DeviceBatches.__next__
@@ -51,6 +51,7 @@ rename: vitscale.checkpoint.folders commit_folder
 prune: vitscale.checkpoint.folders _prune
 flush: vitscale.tracking.journal Journal.flush
 close: vitscale.tracking.tracker Tracker.close
+targets: pretrain.targets rows_of
 leave: torch.distributed destroy_process_group
 """)
 Call = Callable[[], Any]

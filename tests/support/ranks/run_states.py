@@ -15,7 +15,7 @@ from vitscale.checkpoint.store import read_tensors
 TIMES = ("time", "vitals/")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class RunState:
     """The state of a run folder that no process writes to."""
 

@@ -5,8 +5,32 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+
+from vitscale.distributed.world import World
+
 T = TypeVar("T")
 WAIT_S = 120.0
+
+
+def world_of(
+    rank: int = 0,
+    size: int = 1,
+    *,
+    per_node: int | None = None,
+    store: dist.Store | None = None,
+) -> World:
+    """One rank of `size`, on a CPU; per_node: ranks of a node, all of them by default."""
+    per_node = per_node or size
+    return World(
+        rank=rank,
+        world_size=size,
+        local_rank=rank % per_node,
+        local_world_size=per_node,
+        device=torch.device("cpu"),
+        store=store,
+    )
 
 
 def run_ranks(

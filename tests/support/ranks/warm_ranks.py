@@ -48,7 +48,7 @@ WARMED = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Script:
     path: str
     arguments: list[str]
@@ -97,7 +97,7 @@ class Script:
         return code
 
 
-@dataclass(kw_only=True)
+@dataclass
 class WarmRank:
     """The process of one rank. It leads a session that its loader workers belong to."""
 

@@ -21,9 +21,8 @@ from vitscale.models.timm_model import TimmModel, classifiers, pretrained_config
 from vitscale.models.weights.files import Weights
 
 # Modules that only an objective trains. The last two: names of MAE's published files.
-OBJECTIVE = ("objective.", "decoder_", "mask_token")
-# Classifiers, which transfer leaves out unless they are kept.
-HEADS = ("head.", "head_dist.")
+OF_OBJECTIVE = "objective."
+OBJECTIVE = (OF_OBJECTIVE, "decoder_", "mask_token")
 MAX_PREFIX_ROWS = 2
 POSITIONS = "pos_embed"
 PATCH = "patch_embed.proj.weight"
@@ -231,14 +230,15 @@ def transfer_weights(
             keep_head=keep_head,
             resize_patches=resize_patches,
         )
-        return []
+        return [name for name in source.tensors if name.startswith(OF_OBJECTIVE)]
 
     left_out: tuple[str, ...] = OBJECTIVE
     next_step = "set the keys of `model` to those of the checkpoint's run"
     if keep_head:
         next_step += ", or keep_head=false"
     else:
-        left_out = (*OBJECTIVE, *HEADS)
+        heads: Any = model.classifiers
+        left_out = (*OBJECTIVE, *(f"{name}." for name in heads))
     next_step += ", or model.name=timm for weights of another family"
     target, given = (
         {

@@ -1,4 +1,4 @@
-"""Load the weights that fine-tuning starts from (`init`)."""
+"""Load the weights that a training starts from (`init`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.run import FinetuneRun
 from vitscale.config.errors import UserError
 from vitscale.data.training_set import class_names
 from vitscale.evaluation.classes import column_of_each_class
@@ -19,10 +18,12 @@ from vitscale.evaluation.trained_model import read_source
 from vitscale.models.settings import Architecture
 from vitscale.models.weights.files import Weights
 from vitscale.models.weights.transfer import (
+    OF_OBJECTIVE,
     head_layers,
     inferred_model,
     transfer_weights,
 )
+from vitscale.runs.training import TrainingRun
 
 # Settings that any weights fit, whatever their value.
 FREE_KEYS = ("image_size", "num_classes", "layer_norm_eps", "gelu")
@@ -32,14 +33,13 @@ QKV = "blocks.0.attn.qkv.weight"
 
 
 def load_initial_weights(
-    model: nn.Module, arch: Architecture, run: FinetuneRun
-) -> tuple[str | None, list[str]]:
+    model: nn.Module, arch: Architecture, run: TrainingRun
+) -> tuple[str, list[str]]:
     """Put the weights of `init` into the model; returns their source, and messages about them.
 
     Raises UserError when they do not fit or cannot be read; then nothing was loaded.
     """
-    if run.init is None:
-        return None, []
+    assert run.init is not None
     weights, source = read_source(run.init, weights=run.init_weights, model=run.model)
     messages = []
     if source is not None:
@@ -49,6 +49,8 @@ def load_initial_weights(
     # Shapes do not show the number of heads, so nothing else would notice another one.
     refuse_other_heads(weights, model, arch)
     keep = run.keep_head
+    if not arch.num_classes:
+        keep = False
     target = class_names(run.data) if keep else ()
     if keep == "auto":
         keep = has_same_head(weights, model, arch, target)
@@ -74,6 +76,27 @@ def load_initial_weights(
         raise UserError(
             error.what, where=error.where, allowed=error.allowed, next_step=next_step
         ) from None
+
+    # What an objective trains beside the model comes along where it is the same.
+    module = getattr(model, "objective", None)
+    if module is not None:
+        own = {
+            name.removeprefix(OF_OBJECTIVE): tensor
+            for name, tensor in weights.tensors.items()
+            if name.startswith(OF_OBJECTIVE)
+        }
+        is_same = all(
+            name in own and own[name].shape == parameter.shape
+            for name, parameter in module.named_parameters()
+        )
+        # An average of the weights has no buffers, such as DINO's centres.
+        if is_same:
+            module.load_state_dict(own, strict=False)
+            left_out = [name for name in left_out if not name.startswith(OF_OBJECTIVE)]
+        origin = "of init" if is_same else "new: init has none like it"
+        messages.append(
+            f"what {run.objective.name} trains beside the model is {origin}"
+        )
 
     # Reading leaves out tensors that no model has; the transfer those that this one lacks.
     left_out = [*left_out, *weights.left_out]
@@ -166,7 +189,7 @@ def refuse_other_heads(weights: Weights, model: nn.Module, arch: Architecture) -
 
 
 def _differences(
-    weights: Weights, run: FinetuneRun, arch: Architecture, *, keeps_head: bool
+    weights: Weights, run: TrainingRun, arch: Architecture, *, keeps_head: bool
 ) -> Iterator[str]:
     """Yield a warning of settings in which the run differs from the weights without a difference
     in shapes."""

@@ -11,7 +11,7 @@ from safetensors.torch import save as saved_bytes
 from safetensors.torch import save_file
 
 from finetune.run import FinetuneRun
-from finetune.start import load_initial_weights, with_head
+from pretrain.run import PretrainRun
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.engine.small_models import export, small_model
 from tests.support.tables import refused, rows, words
@@ -24,6 +24,8 @@ from vitscale.evaluation.trained_model import open_model
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
 from vitscale.models.weights.files import Weights
+from vitscale.training import session
+from vitscale.training.start import load_initial_weights, with_head
 
 CLASSES = ("cat", "dog")
 COWS = (*CLASSES, "cow")
@@ -78,6 +80,13 @@ def shards(tmp_path):
     return tmp_path / "shards"
 
 
+def new_model(run, *, num_classes=2):
+    """The model of a run, with what its objective adds."""
+    objective = run.make_objective()
+    arch = run.model.resolved(num_classes=num_classes * objective.trains_classifier)
+    return session.build_model(run, objective, arch), arch
+
+
 def values_of(shards, **changes):
     """A configuration; changes: of `model` and `data`."""
     values = {
@@ -92,14 +101,14 @@ def values_of(shards, **changes):
     return values
 
 
-def write_run(folder, shards, *, classes=CLASSES, **changes):
+def write_run(folder, shards, *, classes=CLASSES, kind=FinetuneRun, **changes):
     """The run folder of a training that has committed a checkpoint; returns its network."""
-    run = FinetuneRun.model_validate(values_of(shards, **changes))
-    arch = run.model.resolved(num_classes=len(classes))
-    model = build_model(arch, seed=3)
+    run = kind.model_validate(values_of(shards, **changes) | {"seed": 3})
+    model, arch = new_model(run, num_classes=len(classes))
 
     # A new head is zero, and rows of zeros could not be told apart.
-    torch.nn.init.normal_(model.head.weight)
+    if arch.num_classes:
+        torch.nn.init.normal_(model.head.weight)
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     save = Save(
         checkpoints=folder / "checkpoints",
@@ -124,6 +133,53 @@ def write_run(folder, shards, *, classes=CLASSES, **changes):
 def started(shards, init, *, keep_head=True, **changes):
     values = values_of(shards, **changes) | {"init": str(init), "keep_head": keep_head}
     return load(FinetuneRun.model_validate(values))
+
+
+# Objectives with a head of the model, a decoder, prototypes and a teacher, and a projector.
+PRETRAINED = """
+supervised: {objective: {name: supervised}}
+mae: {objective: {name: mae, decoder_width: 8, decoder_depth: 1, decoder_heads: 2}}
+dino:
+  objective: {name: dino, num_prototypes: 9, hidden_width: 8, bottleneck_width: 4}
+  data: &views {views: [{name: global, count: 2}]}
+lejepa: {objective: {name: lejepa, hidden_width: 8, projection_width: 4}, data: *views}
+"""
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("name, changes", yaml.safe_load(PRETRAINED).items())
+def test_every_pre_training_starts_from_a_file_and_from_a_run(
+    shards, tmp_path, name, changes
+):
+    file = tmp_path / "timm.safetensors"
+    tensors = network(4).state_dict()
+    save_file(tensors, file)
+    own = write_run(tmp_path / "run", shards, kind=PretrainRun, **changes).state_dict()
+    for init, source in ((file, tensors), (tmp_path / "run", own)):
+        values = values_of(shards, **changes) | {"init": str(init)}
+        run = PretrainRun.model_validate(values)
+        model, arch = new_model(run)
+        _, lines = load_initial_weights(model, arch, run)
+
+        # All of our own run, whose classes are the same; of a file all but its head.
+        for key, value in model.state_dict().items():
+            is_head = key.startswith(("head.", "objective."))
+            if not is_head or init != file:
+                assert torch.equal(value, source[key]), key
+        origin = "of init" if init != file else "new: init has none like it"
+        assert (f"what {name} trains beside the model is {origin}" in lines) == (
+            name != "supervised"
+        )
+        assert not any("left out" in line for line in lines)
+
+    # Another size of what lies beside the model: it is new, and what is left out is named.
+    if name == "dino":
+        changes["objective"]["num_prototypes"] = 11
+        values = values_of(shards, **changes) | {"init": str(tmp_path / "run")}
+        run = PretrainRun.model_validate(values)
+        _, lines = load_initial_weights(*new_model(run), run)
+        assert any("is new: init has none like it" in line for line in lines)
+        assert any("left out" in line and "objective." in line for line in lines)
 
 
 # What differs from the run that is loaded, and what the warning says of it: what this run has, and
