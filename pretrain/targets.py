@@ -170,7 +170,7 @@ def prepare_targets(
     yield (
         f"{folder}: complete\n"
         f"next: vitscale pretrain CONFIG objective.targets={quote(run.output)} "
-        "objective.teachers=[]"
+        "'objective.teachers=[]'"
     )
 
 
