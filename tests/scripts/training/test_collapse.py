@@ -4,12 +4,12 @@ import re
 
 import pytest
 
+from tests.support.levels import by_level
 from tests.support.ranks.fault_runs import output, wait_all
 from tests.support.ranks.run_states import journal_rows
 from tests.support.ranks.warm_ranks import ROOT
-from tests.support.tables import rows
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 STEPS = 120
 SETTINGS = (
@@ -37,15 +37,27 @@ METHODS = {
 
 
 # What is wrong with the run, whether it collapses, and whether its neighbours then fall.
-@rows("""
-- [method, wrong, collapses, falls]
-- [dino, "", false, false]
-- [lejepa, "", false, false]
-- [simclr, "", false, false]
-- [dino, "objective.num_prototypes=1024 objective.centering=softmax", true, true]
-- [dino, "objective.teacher_temperature=1", true, false]
-- [lejepa, "objective.sigreg_weight=0.000001", true, true]
-""")
+HEALTHY = ("dino", "", False, False)
+COLLAPSED = (
+    "dino",
+    "objective.num_prototypes=1024 objective.centering=softmax",
+    True,
+    True,
+)
+CASES = [
+    HEALTHY,
+    COLLAPSED,
+    ("lejepa", "", False, False),
+    ("simclr", "", False, False),
+    ("dino", "objective.teacher_temperature=1", True, False),
+    ("lejepa", "objective.sigreg_weight=0.000001", True, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "collapses", "falls"),
+    by_level(CASES, slow=[HEALTHY, COLLAPSED]),
+)
 def test_a_collapse_is_named_before_neighbours_fall(
     warm_starter, digits_shards, tmp_path, method, wrong, collapses, falls
 ):
