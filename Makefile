@@ -67,9 +67,9 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-# Most tests start processes and wait for them, so two files run at a time; one with WORKERS=0.
-WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Most tests start processes and wait for them, so three files run at a time; one with WORKERS=0.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # VITSCALE_REQUIRE_ALL=1 makes tests fail that would be skipped because the machine lacks something.
 test: install
@@ -78,8 +78,7 @@ test: install
 fast-tests: install
 	$(PYTEST) -m "not slow and not exhaustive"
 
-# The slow ones only. They wait more than they compute, so three files run at a time.
-test-all: WORKERS = 3
+# The slow ones only.
 test-all: install
 	$(PYTEST) -m "slow and not exhaustive"
 
