@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from pretrain.objectives.views import ViewObjective, split_by_kind
 from vitscale.config.section import NamedSection, Pair, Problems
+from vitscale.models.costs import ACTIVATION_SCALE
 from vitscale.models.registry import costs_of
 
 if TYPE_CHECKING:
@@ -173,10 +174,26 @@ class Dino(ViewObjective):
         return float(masked_share * num_patches * self._count(is_local=False))
 
     def activation_bytes_per_image(self, arch: Any, **options: Any) -> int:
-        # Scores in fp32, their logarithms and gradients.
-        num_scored = sum(view.count for view in self.views) + self._num_masked(arch)
-        scores = 3 * 4 * num_scored * self.settings.num_prototypes
-        return super().activation_bytes_per_image(arch, **options) + int(scores)
+        model = super().activation_bytes_per_image(arch, **options)
+        head = self.head_bytes(arch, precision=options["precision"])
+        return model + int(self._num_masked(arch) * head)
+
+    def loss_bytes(self, arch: Any, *, precision: str, micro_batch: int) -> int:
+        """The larger of two moments: the gradients of scores, or those of prototypes."""
+        settings = self.settings
+        num_views = sum(view.count for view in self.views)
+        num_masked = self._num_masked(arch)
+        # In fp32: scores, their logarithms and gradients; of patches the student's and teacher's.
+        rows = 3 * num_views + 5 * num_masked
+        row_bytes = 4 * settings.num_prototypes
+        scores = micro_batch * rows * row_bytes
+
+        # Prototypes at length 1 for each head, and five of their size while one is normalised.
+        values = settings.bottleneck_width * settings.num_prototypes
+        matrix = 2 * ACTIVATION_SCALE[precision] * values
+        num_heads = 2 if settings.has_patch_head else 1
+        kept = micro_batch * (num_views + num_masked) * row_bytes
+        return int(num_heads * matrix + max(scores, kept + 5 * matrix))
 
     # ---- training
 

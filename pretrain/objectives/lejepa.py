@@ -15,6 +15,9 @@ from vitscale.config.section import NamedSection
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.models.registry import costs_of
 
+# Points of the integral's right half (`isotropy.NUM_KNOTS`).
+HALF_KNOTS = 9
+
 if TYPE_CHECKING:
     import torch
 
@@ -61,6 +64,13 @@ class Lejepa(ViewObjective):
             (hidden, hidden, 2 * hidden),
             (hidden, outputs, outputs),
         ]
+
+    def head_bytes(self, arch: Any, *, precision: str) -> int:
+        # A norm works in fp32: it keeps what is centred, and what is scaled.
+        norms = 2 * 4 * 2 * self.settings.hidden_width
+        # The angle of each projection and knot, its sine and its cosine.
+        angles = 3 * 4 * self.settings.num_directions * HALF_KNOTS
+        return super().head_bytes(arch, precision=precision) + norms + angles
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
         import torch

@@ -162,7 +162,8 @@ class Mae(Objective):
         return encoder + 3 * 2 * int(embed + blocks + predict)
 
     def activation_bytes_per_image(self, arch: Any, **options: Any) -> int:
-        # Both are kept until the backward pass, which begins at the decoder's end.
+        # Both are kept until the backward pass, which begins at the decoder's end. The pixels of
+        # the decoder are those that it predicts.
         encoder = costs.activation_bytes_per_image(
             arch, num_tokens=self._num_visible(arch), **options
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vitscale.config.errors import UserError
 from vitscale.config.section import Problems
+from vitscale.models.costs import ACTIVATION_SCALE
 from vitscale.objectives.objective import Objective
 
 if TYPE_CHECKING:
@@ -143,8 +144,16 @@ class ViewObjective(Objective):
         return self._over_views(lambda sized: model(sized) + head, arch)
 
     def activation_bytes_per_image(self, arch: Any, **options: Any) -> int:
+        head = self.head_bytes(arch, precision=options["precision"])
         model = super().activation_bytes_per_image
-        return self._over_views(lambda sized: model(sized, **options), arch)
+        return self._over_views(lambda sized: model(sized, **options) + head, arch)
+
+    def head_bytes(self, arch: Any, *, precision: str) -> int:
+        """Activations that the head keeps of one row."""
+        # The input of each layer, and that of the activation function before it.
+        inputs = [rows for rows, _, _ in self.head_layers(arch)]
+        num_values = inputs[0] + 2 * sum(inputs[1:])
+        return 2 * ACTIVATION_SCALE[precision] * num_values
 
 
 def _kind(view: Any) -> str:

@@ -8,6 +8,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.support.levels import by_level
 from tests.support.tables import every
 from tests.support.waiting import PATIENCE_S, ROOT
 
@@ -22,6 +23,8 @@ COMMANDS = {
     "sharding_speed.py": "header / shardwriter: ",
     "stored_targets.py": "stored S / live S: ",
 }
+# Those of the loader, of shards and of targets; the others train for as long again.
+BEFORE_A_MERGE = ("loader_speed.py", "sharding_speed.py", "stored_targets.py")
 
 
 @pytest.mark.slow
@@ -45,9 +48,8 @@ def test_the_notebooks_run(tmp_path, monkeypatch):
         assert pictures == num_pictures
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
-@every(command=COMMANDS)
+@every(command=by_level(COMMANDS, slow=BEFORE_A_MERGE))
 def test_benchmark_runs(tmp_path, command):
     script, *options = command.split()
     results = tmp_path / "results.json"

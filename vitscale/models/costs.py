@@ -102,21 +102,28 @@ def activation_bytes_per_image(
 ) -> int:
     """Activations kept for the backward pass of one image, without the T x T attention matrix.
 
-    34 bytes per token and channel of a block in bf16 for m = 4d, here split into 10d + 8a + 4m:
+    32 bytes per token and channel of a block in bf16 for m = 4d, here split into 8d + 8a + 4m:
     Korthikanti et al. 2022 (Reducing Activation Recomputation), table 2, without the 5aT^2 term
-    that a fused attention kernel never stores. SwiGLU keeps 8m. Checkpointing keeps each block's
-    input and one block in full. num_tokens: that the blocks see, all by default.
+    that a fused attention kernel never stores; two masks of dropout add 2d. SwiGLU keeps 8m.
+    Beside the blocks: the normalised pixels, the input of the last norm, and the gradients of an
+    MLP, since the peak is in the first block of the backward pass. Checkpointing keeps each
+    block's input and one block in full. num_tokens: that the blocks see, all by default.
     """
     num_tokens = num_tokens or arch.num_tokens
     mlp = 4 * arch.mlp_width
     if arch.mlp == "swiglu":
         mlp *= 2
-    block = num_tokens * (10 * arch.width + 8 * arch.attention_width + mlp)
+    channels = 8 * arch.width + 8 * arch.attention_width + mlp
+    if arch.dropout:
+        channels += 2 * arch.width
+    block = num_tokens * channels
     total = arch.depth * block
 
     # The backward pass recomputes one block after another from its input.
     if activation_checkpointing:
         total = arch.depth * num_tokens * 2 * arch.width + block
+    pixels = 3 * arch.num_patches * arch.patch_size**2
+    total += 2 * pixels + num_tokens * (2 * arch.width + mlp // 2 + 2 * arch.width)
     return total * ACTIVATION_SCALE[precision]
 
 
@@ -199,13 +206,17 @@ def memory_estimate(
         parameters += 2 * count
 
     optimizer = count * (master_bytes + optimizer_bytes)
-    activations = costs.activation_bytes_per_image(
+    activations = micro_batch * costs.activation_bytes_per_image(
         arch, precision=precision, activation_checkpointing=activation_checkpointing
     )
+    if hasattr(costs, "loss_bytes"):
+        activations += costs.loss_bytes(
+            arch, precision=precision, micro_batch=micro_batch
+        )
     return MemoryEstimate(
         parameters=parameters,
         gradients=4 * on_one_rank(count, sharded_from=2)
         + weight_bytes * bucket_elements,
         optimizer=on_one_rank(optimizer, sharded_from=1),
-        activations=micro_batch * activations,
+        activations=activations,
     )

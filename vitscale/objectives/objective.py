@@ -197,6 +197,12 @@ class Objective:
         )
         return int(bytes_per_image)
 
+    def loss_bytes(
+        self, arch: Architecture, *, precision: str, micro_batch: int
+    ) -> int:
+        """Bytes at the peak of a loss, beside the activations of the model and the head."""
+        return 0
+
     def notes(self) -> Iterator[str]:
         """What a dry run says about the objective besides its name."""
         yield from ()

@@ -265,6 +265,12 @@ def test_targets_at_a_url(tmp_path, shards):
 - [{}, {seed: 4}, "seed: targets 3, this run 4"]
 - [{}, {image_size: 16}, "image_size: targets 15, this run 16"]
 - [{crop_area: [0.3, 1.0]}, {}, "crop_area"]
+- [{crop_aspect: [0.8, 1.25]}, {}, "crop_aspect"]
+- [{crop: squash, crop_share: 0.9, crop_area: [0.05, 1.0]}, {}, "crop: .*crop_share"]
+- [{interpolation: bicubic}, {}, "interpolation"]
+- [{antialias: true}, {}, "antialias"]
+- [{mean: [0.4, 0.5, 0.5]}, {}, "mean"]
+- [{std: [0.4, 0.5, 0.5]}, {}, "std"]
 - [{horizontal_flip: false}, {}, "horizontal_flip"]
 - [{augment: {three_augment: true}}, {}, "augment"]
 - [{only_classes: [cat]}, {}, "shards"]
@@ -278,6 +284,36 @@ def test_targets_of_other_images_are_refused(
     with refused(f"(?s)targets of other images, views or teachers.*{message}"):
         opened(settings_of(shards, **settings), folder, **views)
     opened(plain, folder)
+
+
+def test_targets_of_another_order_are_refused(tmp_path, shards):
+    """Of another version of this program, which drew other crops."""
+    settings = settings_of(shards)
+    plain = open_training_set(settings, seed=SEED)
+    other = ORDER_VERSION + 1
+    folder = write_targets(tmp_path / "a", plain, "fp32", order_version=other)
+    with refused(f"(?s)other images.*order_version: targets {other}"):
+        opened(settings, folder)
+
+
+def test_all_of_a_header_tells_targets_from_others(tmp_path, shards):
+    """What a resumed run is compared by: other files of the same crops are other targets, too."""
+    settings = settings_of(shards)
+    plain = open_training_set(settings, seed=SEED)
+    folder = write_targets(tmp_path / "a", plain, "fp32")
+    whole = json.loads((folder / "targets.json").read_text())
+    name = "view-0/0-000000.bin"
+    others = [
+        {"views": NUM_VIEWS - 1},
+        {"files": whole["files"] | {name: "0" * 64}},
+        {"teachers": [TEACHERS[0], TEACHERS[1] | {"fingerprint": "c" * 64}]},
+    ]
+    fingerprints = [opened(settings, folder).targets.fingerprint]
+    assert opened(settings, folder).targets.fingerprint == fingerprints[0]
+    for values in others:
+        changed(folder, **whole | values)
+        fingerprints.append(opened(settings, folder).targets.fingerprint)
+    assert len({*fingerprints}) == 1 + len(others)
 
 
 def test_a_mixture_needs_the_targets_of_all_sets(tmp_path, shards, more_shards):

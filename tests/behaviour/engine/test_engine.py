@@ -337,8 +337,10 @@ def test_a_frozen_backbone_keeps_its_bits(world, monkeypatch, task, stage):
 
     start = bits()
     training.train(3)
-    assert moved(start)
-    assert all(name.startswith(HEADS) for name in moved(start))
+    # All of the heads moves but DINO's prototypes, which are frozen for longer.
+    assert moved(start) == {
+        name for name in start if name.startswith(HEADS) and "prototypes" not in name
+    }
     # At the next step all of it moves.
     thawed = bits()
     training.train(4)

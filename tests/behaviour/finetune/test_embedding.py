@@ -147,6 +147,26 @@ def test_halves_and_images_without_labels(tmp_path, world, vit):
     assert np.array_equal(np.array(values.to_pylist(), np.float16), rounded)
 
 
+def test_features_are_computed_in_the_precision_that_is_asked_for(
+    tmp_path, world, shards, vit
+):
+    found = {}
+    for precision in ("fp32", "bf16"):
+        compute = {"device": "cpu", "batch": 4, "precision": precision}
+        output = tmp_path / f"{precision}.parquet"
+        embedded(vit, shards, output, world, compute=compute)
+        features = pq.read_table(output)["features"].to_pylist()
+        found[precision] = np.array(features, np.float32)
+
+    # The lower half of an fp32 number is what bf16 does not have.
+    lower = {name: values.view(np.uint32) & 0xFFFF for name, values in found.items()}
+    assert not lower["bf16"].any()
+    assert (lower["fp32"] != 0).mean() > 0.9
+    # A few dozen roundings of 8 bits.
+    largest = np.abs(found["fp32"]).max()
+    assert np.abs(found["bf16"] - found["fp32"]).max() < largest * 2**-4
+
+
 def test_an_unreadable_image_has_a_row_of_zeros_and_its_reason(
     tmp_path, world, shards, vit
 ):
@@ -278,6 +298,7 @@ OTHERS = """
 - [{preprocessing: {mean: [0.4, 0.5, 0.5]}}, preprocessing]
 - [{compute: {device: cpu, batch: 8}}, compute]
 - [{init: other}, weights]
+- [{data: other}, images]
 """
 
 
@@ -291,6 +312,9 @@ def test_an_output_of_others_is_refused(tmp_path, world, shards, vit, values, wh
         weights = small_model(num_classes=0)
         weights.network.cls_token.data += 1
         init = export(weights, "timm", tmp_path / "other")
+    # As many images, of the same names.
+    if values.pop("data", None):
+        shards = make_shards(tmp_path / "shards", side=24)
     with refused(f"exists, with features of other {what}\n.*remove the file"):
         embedded(init, shards, output, world, **values)
     assert output.read_bytes() == before
@@ -336,6 +360,22 @@ def test_weights_that_are_no_numbers_leave_no_table(tmp_path, world, shards):
     with refused("features are not finite"):
         list(embed_images(run, model, images, world, is_dry_run=False))
     assert not (tmp_path / "x.parquet").exists()
+
+
+def test_features_that_halves_cannot_hold_are_refused(tmp_path, world, shards):
+    """They are beyond 65,504, and would be infinite."""
+    model = small_model(num_classes=0)
+    model.network.norm.weight.data[:] = 1e6
+    images = images_of_split(
+        str(shards), split="train", remote=run_of("", "", "").data.remote
+    )
+    half = run_of("x", shards, tmp_path / "half.parquet", dtype="float16")
+    with refused("(?s)features are not finite in float16.*dtype=float32"):
+        list(embed_images(half, model, images, world, is_dry_run=False))
+    full = run_of("x", shards, tmp_path / "full.parquet")
+    list(embed_images(full, model, images, world, is_dry_run=False))
+    values = np.array(pq.read_table(tmp_path / "full.parquet")["features"].to_pylist())
+    assert np.abs(values).max() > 65_504
 
 
 def test_a_dry_run_plans_a_whole_corpus(tmp_path, world, vit, monkeypatch):

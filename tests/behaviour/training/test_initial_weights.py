@@ -6,9 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 from safetensors.torch import save as saved_bytes
 from safetensors.torch import save_file
+from scipy.ndimage import zoom
+from timm.layers import resample_abs_pos_embed
 
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
@@ -69,6 +72,43 @@ def test_training_says_what_the_weights_expect(tmp_path):
         "'data.mean=[0.485, 0.456, 0.406]' 'data.std=[0.229, 0.224, 0.225]'"
     ]
     assert torch.equal(model.cls_token, tensors["cls_token"])
+
+
+# Linear with corners on corners, as Google's code; timm's; and what the names say, here timm's.
+@words(convention="google timm auto")
+def test_positions_are_resampled_by_the_convention_that_is_set(tmp_path, convention):
+    weights = tmp_path / "model.safetensors"
+    tensors = network(4).state_dict()
+    save_file(tensors, weights)
+    values = values_of(Path("none"), model={"image_size": 16})
+    values |= {"init": str(weights), "keep_head": False}
+    values |= {"position_embedding": convention}
+    _, model = load(FinetuneRun.model_validate(values))
+
+    # 2 x 2 positions become 4 x 4; that of the class token stays.
+    before = tensors["pos_embed"]
+    expected = resample_abs_pos_embed(before, new_size=[4, 4], num_prefix_tokens=1)
+    if convention == "google":
+        grid = before[0, 1:].unflatten(0, (2, 2)).double().numpy()
+        zoomed = torch.from_numpy(zoom(grid, (2, 2, 1), order=1)).float()
+        expected = torch.cat([before[:, :1], zoomed.flatten(0, 1)[None]], dim=1)
+    torch.testing.assert_close(model.pos_embed.detach(), expected, atol=1e-5, rtol=0)
+
+
+def test_patches_are_resized_where_that_is_set(tmp_path):
+    """Larger patches have the same tokens, if their pixels are those of the smaller ones."""
+    weights = tmp_path / "model.safetensors"
+    tensors = network(4).state_dict()
+    save_file(tensors, weights)
+    larger = values_of(Path("none"), model={"image_size": 16, "patch_size": 8})
+    values = larger | {"init": str(weights), "keep_head": False}
+    values |= {"init_patch": "resize"}
+    _, model = load(FinetuneRun.model_validate(values))
+    patches = torch.randn(5, 3, 4, 4)
+    same = F.interpolate(patches, size=(8, 8), mode="bilinear")
+    kernel = tensors["patch_embed.proj.weight"].flatten(1)
+    found = same.flatten(1) @ model.patch_embed.proj.weight.detach().flatten(1).T
+    torch.testing.assert_close(found, patches.flatten(1) @ kernel.T, atol=1e-4, rtol=0)
 
 
 # ---- a run of ours ------------------------------------------------------------------------------
@@ -180,6 +220,24 @@ def test_every_pre_training_starts_from_a_file_and_from_a_run(
         _, lines = load_initial_weights(*new_model(run), run)
         assert any("is new: init has none like it" in line for line in lines)
         assert any("left out" in line and "objective." in line for line in lines)
+
+
+def test_all_ranks_get_what_the_first_has_loaded(shards, tmp_path, world, monkeypatch):
+    """Buffers, too: centres that differ between ranks would never meet."""
+    changes = yaml.safe_load(PRETRAINED)["dino"]
+    write_run(tmp_path / "run", shards, kind=PretrainRun, **changes)
+    values = values_of(shards, **changes) | {"init": str(tmp_path / "run")}
+    run = PretrainRun.model_validate(values)
+    model, arch = new_model(run)
+    sent = []
+    monkeypatch.setattr(
+        session, "broadcast_tensor", lambda tensor, source: sent.append(tensor)
+    )
+    session.start_from(model, arch, run, world)
+    expected = [*model.parameters(), *model.buffers()]
+    assert sorted(tensor.data_ptr() for tensor in sent) == sorted(
+        tensor.data_ptr() for tensor in expected
+    )
 
 
 # What differs from the run that is loaded, and what the warning says of it: what this run has, and

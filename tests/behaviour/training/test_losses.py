@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from tests.support.engine.subjects import WORLD
@@ -220,6 +221,33 @@ def test_images_are_resized_to_the_teachers_size(safetensors):
     assert (
         opened(safetensors).frozen.opened.arch.image_size == 160
     )  # timm's of this network
+
+
+@every(size="48, 96")
+def test_images_are_resized_as_pillow_does(safetensors, size):
+    """Larger and smaller: bicubic over all pixels below it, and no level beyond 0 and 255."""
+    teacher = opened(safetensors, image_size=64)
+    inputs = []
+    teacher.frozen.model.network.register_forward_pre_hook(
+        lambda _, arguments: inputs.append(arguments[0])
+    )
+    # Black and white alone: bicubic would overshoot both.
+    pixels = (images(size) > 127).to(torch.uint8) * 255
+    teacher.logits(pixels)
+
+    levels = []
+    for channel in pixels.flatten(0, 1).numpy():
+        image = Image.fromarray(channel.astype(np.float32))
+        resized = image.resize((64, 64), Image.Resampling.BICUBIC)
+        levels.append(np.asarray(resized).clip(0, 255))
+    expected = torch.tensor(np.stack(levels)).view(2, 3, 64, 64)
+    config = teacher.frozen.opened.preprocessing
+    mean, std = (
+        torch.tensor(values).view(3, 1, 1) for values in (config.mean, config.std)
+    )
+    torch.testing.assert_close(
+        inputs[0], (expected / 255 - mean) / std, atol=1e-4, rtol=0
+    )
 
 
 def test_the_teacher_learns_nothing(safetensors):
