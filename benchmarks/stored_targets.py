@@ -47,7 +47,7 @@ SIDE = 64
 GRID = 4
 BATCH = 16
 VIEWS = 2
-# With targets a loader repeats a few views, and without it never does: crops of one size cost alike.
+# With targets a loader repeats a few views, so crops have one size, which costs the same in each.
 LOADER_VIEWS = 4
 CROP_AREA = (0.35, 0.35)
 # Steps before the rate counts.
