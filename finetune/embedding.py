@@ -60,6 +60,8 @@ def embed_images(
         f"{needed / GB:,.3f} GB needed, for the table and the parts that it is joined from; "
         f"{free / GB:,.3f} GB free in {parent}"
     )
+
+    # An hour of forward passes must not end with a full disk.
     if free < needed:
         raise UserError(
             room,
@@ -81,6 +83,8 @@ def embed_images(
 
 def check_output(output: str, table: Table) -> None:
     """Raise UserError for a file with other features than those of the table, or with none."""
+
+    # The file says of which model, pixels and images its features are.
     now = json.loads(table.description or "")
     try:
         before = json.loads(pq.read_schema(output).metadata[DESCRIPTION])
@@ -114,6 +118,7 @@ def feature_table(run: EmbedRun, model: TrainedModel, images: Images) -> Table:
     def compute(
         network: InferenceModel, images_B3SS: torch.Tensor
     ) -> list[torch.Tensor]:
+        # Half precision holds numbers up to 65,504: a larger feature would become infinite.
         features_BD = network.forward(images_B3SS, output).to(dtype)
         if not features_BD.isfinite().all():
             raise UserError(
@@ -129,6 +134,7 @@ def feature_table(run: EmbedRun, model: TrainedModel, images: Images) -> Table:
         values = pa.array(features_ND.flatten().numpy())
         return [pa.FixedSizeListArray.from_arrays(values, features_ND.shape[1])]
 
+    # A list of a fixed size is what search libraries read without a copy.
     item = pa.from_numpy_dtype(np.dtype(run.dtype))
     return Table(
         model=model,

@@ -171,6 +171,8 @@ def _subject(run: EvaluateRun, model: TrainedModel, world: World) -> Subject:
         is_maker=world.local_rank == 0,
         gather=gather_objects,
     )
+
+    # Compiling a model pays off only over many images.
     num_images = sum(split.num_samples for split in (*train, val))
 
     # The images are read as the model expects them, whatever the run's data say.

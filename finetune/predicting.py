@@ -87,6 +87,7 @@ def predict_images(
         yield from write_table(table, world, run.output)
         return
 
+    # Without a table all ranks give their rows to the first, which prints them in order.
     def rows() -> list[Row]:
         parts = computed(table, world, range(len(table.parts())))
         return [row for _, part in parts for row in part.to_pylist()]
@@ -103,6 +104,7 @@ def class_table(run: PredictRun, model: TrainedModel, images: Images) -> Table:
     """The most probable classes of each image, and the accuracy where labels are known."""
     # A model of two classes has no five most probable ones.
     top = min(run.top, model.num_classes)
+    # Columns are named by rank, the most probable class first.
     names, no_accuracy = output_names(model, images)
     fields = []
     for rank in range(1, top + 1):
@@ -114,6 +116,7 @@ def class_table(run: PredictRun, model: TrainedModel, images: Images) -> Table:
     ) -> list[pa.Array]:
         arrays = []
         for rank in range(top):
+            # An image that cannot be read has a row, and no class.
             classes = np.array(names, object)[ranked_NK[:, rank]]
             arrays.append(pa.array(classes, TEXT, mask=is_unread_N))
             arrays.append(pa.array(shares_NK[:, rank].numpy(), mask=is_unread_N))

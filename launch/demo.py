@@ -114,6 +114,8 @@ def link_some(folder: Path, target: Path) -> None:
         raise UserError(
             "has no class folders with images", where=f"DATA={folder}", allowed=ALLOWED
         )
+
+    # Few images of each class, so that the chain ends in minutes.
     most = min(MAX_PER_CLASS, max(10, MAX_IMAGES // len(classes)))
     for name, images in classes.items():
         (target / name).mkdir(parents=True, exist_ok=True)
@@ -177,6 +179,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     start = time.monotonic()
+    # Own images are small classes of their own, for which the digits' settings are made.
     name = configs = "demo"
     if arguments.data is not None:
         folder = arguments.data.resolve()
@@ -184,6 +187,8 @@ def main() -> None:
         name = name_of(folder)
         configs = "digits"
         link_some(classes, Path(f"runs/{name}/images"))
+
+    # The commands are printed as a user would type them.
     steps = commands(name, configs=configs)
     for number, (title, command) in enumerate(steps.items(), start=1):
         run_command(f"{number}/{len(steps)} {title}", command)

@@ -91,6 +91,8 @@ def header_of(
     """The header without its files."""
     assert isinstance(run.objective, FeaturesSettings)
     grid = run.objective.target_grid
+
+    # Where the teachers came from may change; their hash and what they give may not.
     entries = [
         TeacherTargets(fingerprint=each.fingerprint, width=each.width, grid=grid)
         for each in teachers
@@ -123,6 +125,7 @@ def prepare_targets(
     header = header_of(run, data, teachers)
     folder = Path(run.output)
 
+    # A command that was killed has left whole files, which stay.
     pieces = own_pieces(data, run.views, world)
     missing = []
     for piece in pieces:
@@ -134,6 +137,7 @@ def prepare_targets(
     num_missing = sum(gather_objects(num_samples(missing)))
     num_bytes = num_missing * header.row_bytes
 
+    # Said before any forward pass: other targets in the folder, or too small a disk.
     with errors_on_all_ranks("cannot be read", folder, tried=world.is_first):
         if world.is_first:
             check_folder(folder, header)
@@ -150,6 +154,7 @@ def prepare_targets(
     if is_dry_run:
         return
 
+    # A second command of the same folder would write the same files.
     with run_folder_lock(folder, world=world):
         with errors_on_all_ranks("cannot be written", folder, tried=world.is_first):
             if world.is_first:
@@ -158,6 +163,7 @@ def prepare_targets(
         with errors_on_all_ranks("cannot be read", folder):
             hashes = {each.name: blake3_of_file(folder / each.name) for each in pieces}
 
+        # The header with all hashes comes last: without it the targets are not complete.
         files: dict[str, str] = {}
         for found in gather_objects(hashes):
             files |= found
@@ -231,6 +237,8 @@ def write_pieces(
     )
     samples = PieceSamples(data, augmentation)
     num_unread = 0
+
+    # One line of all files, since a tar may take seconds or hours.
     progress = item_progress(
         "targets",
         total=num_samples(pieces),
@@ -282,6 +290,7 @@ def rows_of(
             )
         parts.append(encoded(vectors_BVD, header.precision))
 
+    # Each row has its own hash, as a loader reads single rows.
     rows = b""
     for content in map(bytes, torch.cat(parts, dim=1).cpu().numpy()):
         rows += content + prefix_of_hash(content).to_bytes(HASH_BYTES, "little")

@@ -174,6 +174,7 @@ def _check(form: Format, model: TrainedModel, folder: Path) -> str:
             next_step="export an earlier checkpoint",
         )
 
+    # The reader is the other library, so that no code is shared with the writer.
     if importlib.util.find_spec(form.library) is None:
         return (
             f"not checked: {form.library} is not installed (pip install {form.library})"

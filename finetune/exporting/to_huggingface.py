@@ -42,6 +42,7 @@ class HuggingFaceFormat(Format):
         if not isinstance(arch, ViTSettings):
             return {f"a model of the family {arch.name}": True}
         kind = _kind(arch)
+        # transformers has three models that are like ours: ViT, DeiT and DINOv2.
         has_scale = arch.layer_scale is not None
         features = {
             "a representation layer": arch.representation_layer,
@@ -58,6 +59,7 @@ class HuggingFaceFormat(Format):
         is_pooled_alike = arch.pool == "cls_mean"
         if model.num_classes == 0 and arch.pool == "cls":
             is_pooled_alike = True
+        # Layer scale and SwiGLU are in DINOv2 alone, and so is the width that it gives its MLP.
         return features | {
             "registers or two pooled tokens without layer scale": not has_scale,
             f"pool={arch.pool} beside layer scale or registers": not is_pooled_alike,
@@ -96,6 +98,7 @@ class HuggingFaceFormat(Format):
         return torch.cat(means, dim=1)
 
     def usage(self, model: TrainedModel) -> str:
+        # What people paste must run as it stands, so the class and the options are the model's.
         kind = _class_name(model)
         best = "outputs.last_hidden_state"
         if model.num_classes:
@@ -253,6 +256,8 @@ def _preprocessor(pixels: Preprocessing) -> dict[str, Any]:
         "center_crop": ("Bit", {"shortest_edge": larger}),
         "squash_crop": ("DeiT", {"height": larger, "width": larger}),
     }[pixels.eval_resize.removesuffix("_down")]
+
+    # ViT's processor has no crop, and no key for one.
     crop = {}
     if kind != "ViT":
         crop = {"do_center_crop": True, "crop_size": square}

@@ -150,6 +150,7 @@ def _vit(arch: Any) -> tuple[str, dict[str, Any]]:
     if arch.distillation_token:
         name = "deit_base_distilled_patch16_224"
 
+    # timm's function begins with the sizes of its name, and these replace all of them.
     return name, {
         "img_size": arch.image_size,
         "patch_size": arch.patch_size,

@@ -161,6 +161,8 @@ def _draw_attention(
 ) -> Figure:
     """attention: of each token to each one, [B, T, T]. text: with a place for who attends."""
     _, images_B3SS, _ = subject.drawn
+
+    # In parts, since attention of all tokens to all takes their square.
     weights = [
         patch_weights(
             attention(subject.model, batch_B3SS),
@@ -170,6 +172,8 @@ def _draw_attention(
         )
         for batch_B3SS in images_B3SS.split(subject.attention_batch)
     ]
+
+    # The title says who attends: the token that the head reads, or all patches.
     source = "what the class token"
     if subject.is_pooled:
         source = "what the mean of all patches"

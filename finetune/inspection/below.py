@@ -48,6 +48,8 @@ def draw_heat(
     """Values from 0 to 1 on the photographs in grey. label: what they are. marked: row and column
     of a patch with a frame."""
     _, _, photos_B3PP = subject.drawn
+
+    # One value a patch, smoothly between their centres.
     values_B1PP = F.interpolate(
         values_BRC[:, None], size=photos_B3PP.shape[2:], mode="bilinear"
     )
@@ -58,6 +60,7 @@ def draw_heat(
     colors_B3PP = torch.from_numpy(colors_BPP4[..., :3]).permute(0, 3, 1, 2)
     heats_B3PP = torch.lerp(greys_B1PP, colors_B3PP, OPACITY)
 
+    # The frame shows the patch that all others are compared with.
     figure = draw_colors(subject, text, heats_B3PP)
     if marked is not None:
         side = photos_B3PP.shape[2] // values_BRC.shape[1]

@@ -105,6 +105,7 @@ class Visualized:
                 next_step="set images=PATH",
             )
 
+        # Without a path the images are those of the run, where they still are.
         path = shard_folder(given or (str(data["path"]),))
         if path is None and not given:
             raise UserError(

@@ -149,6 +149,8 @@ def compare(
     trainings = [run for run in runs if not run.is_evaluation]
     if is_asked:
         runs = trainings or runs
+
+    # A run that another one began with is no rival of it.
     origins = [_origin(run, runs) for run in runs]
     used = {
         origin
@@ -160,6 +162,8 @@ def compare(
         for place, run in enumerate(runs)
         if place not in used and run.is_evaluation == (not trainings)
     }
+
+    # A longer training is better for that reason alone, so equal steps are compared, too.
     lengths = {runs[place].steps[-1] for place in rivals}
     if axis is None and trainings and len(lengths) > 1:
         axis = "steps"

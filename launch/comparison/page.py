@@ -106,6 +106,7 @@ def render(comparison: Comparison) -> str:
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
+    # Names of runs and classes come from users, so everything is escaped.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -121,6 +122,8 @@ def render(comparison: Comparison) -> str:
     lines = sorted(
         comparison.metrics, key=lambda line: (line != deciding, metric_place(line.key))
     )
+
+    # Curves that are judged have a place of their own; a row of zeros is no curve.
     charts: dict[bool, list[tuple[str, str, str]]] = {True: [], False: []}
     constant = []
     for line in lines:
@@ -130,6 +133,7 @@ def render(comparison: Comparison) -> str:
         else:
             constant.append(line.key)
 
+    # The page marks the run that the deciding metric puts first.
     best = None
     if deciding is not None:
         for side in ranking(comparison, deciding, comparison.decisive(deciding))[:1]:
@@ -244,6 +248,7 @@ def _per_class(runs: Sequence[ComparedRun]) -> list[Table]:
     if not names:
         return []
 
+    # Of several runs the largest difference comes first, of one the lowest share.
     def place(name: str) -> tuple[float, float, str]:
         known = [of_run[name] for of_run in shares if name in of_run]
         return min(known) - max(known), min(known), name
@@ -258,6 +263,8 @@ def _per_class(runs: Sequence[ComparedRun]) -> list[Table]:
                 cell = format_value("top1", of_run[name])
             cells.append(cell)
         rows.append(tuple(cells))
+
+    # The title says which classes are left out.
     title = "Accuracy of each class"
     if len(chosen) < len(names):
         which = "are worst"

@@ -97,6 +97,8 @@ def tables(comparison: Comparison) -> list[Table]:
     """Results, metrics, spread over seeds, differing parameters, costs; empty ones are left out."""
     runs = comparison.runs
     labels = tuple(run.label for run in runs)
+
+    # What all runs have in common explains nothing.
     title = "Parameters"
     if len(runs) > 1:
         title = "Differing parameters, the important ones first"
@@ -119,6 +121,8 @@ def tables(comparison: Comparison) -> list[Table]:
     ]
     judged = [line for line in lines if is_judged(line)]
     others = [line for line in lines if not is_judged(line)]
+
+    # Results come first, then metrics at equal cost and at the end, then what explains them.
     found = [_runs_table(comparison)]
     budget = comparison.budget
     if budget is not None:
@@ -153,6 +157,7 @@ def _runs_table(comparison: Comparison) -> Table:
                 bounds = [f"{100 * bound:.1f}" for bound in share.interval()]
             cells.append(" to ".join(bounds))
             cells.append(format_point(line.key, line.best[place], with_place=True))
+        # What the result cost, and what the run began with.
         time = format_spent("hours", run.totals["hours"][-1])
         cells += [f"{run.steps[-1]:,}", time, run.status or ABSENT]
         origin = labels[comparison.origins[place]]

@@ -229,6 +229,7 @@ def _load(name: str, *, uri: str | None) -> list[ComparedRun]:
 
 def _read_folder(folder: Path) -> ComparedRun:
     check_records(folder)
+    # The journal has every metric; without one there is nothing to compare.
     journal = folder / JOURNAL_NAME
     rows: tuple[Row, ...] = ()
     reason = "does not exist"
@@ -279,6 +280,7 @@ def _stored(uri: str, query: str, *, limit: int) -> list[ComparedRun]:
             where=where,
             next_step="check it, or give run folders instead",
         ) from None
+    # A run of the store may have no folder here: what it logged is all that is read.
     return [
         ComparedRun(
             label=run.info.run_name,

@@ -97,6 +97,7 @@ def _against_second(
     comparison: Comparison, line: MetricLine, ranked: Sequence[Side], at: str
 ) -> Iterator[str]:
     """Yield the order of the first two, and what speaks for and against it."""
+    # Only the first two are compared in words; the tables have the rest.
     first, second, *_ = ranked
     run = comparison.runs[first.place]
     other = comparison.runs[second.place]
@@ -114,6 +115,7 @@ def _against_second(
     if chance:
         yield f"The difference is {chance}."
 
+    # Seeds are no difference where their spread is known.
     changes = changed_settings(run.params, other.params, purpose="result")
     if first.over.deviation is not None or second.over.deviation is not None:
         changes.pop("seed", None)
@@ -128,6 +130,7 @@ def _against_second(
     if reasons:
         yield f"They differ in {_few(reasons)}."
 
+    # What speaks against the order: a single seed, a gap within the spread, unequal budgets.
     single = [side.label for side in (first, second) if side.over.deviation is None]
     if comparison.seeds and single:
         yield f"Of {' and '.join(single)} there is one seed, whose spread is not known."

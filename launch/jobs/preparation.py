@@ -252,6 +252,7 @@ def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[s
         print_note(text)
         return []
 
+    # A job that waits for the earlier one may be queued beside it.
     ids = submitted_ids(jobs)
     if wait:
         return ids

@@ -123,6 +123,7 @@ def ask_slurm(*command: str, stdin: str = "") -> str:
     except OSError as error:
         raise NoAnswerError(f"{command[0]}: {error.strerror}") from None
 
+    # Messages of SLURM have several lines, and an error is one.
     if done.returncode:
         message = " ".join(done.stderr.split())
         raise NoAnswerError(

@@ -54,6 +54,7 @@ class Adapters(nn.Module):
             class_BW = model(images_B3SS, output="features")
             return [Predicted(adapt(class_BW), None) for adapt in self.classes]
 
+        # Both come from one pass.
         class_BW, patches_BLW = model(images_B3SS, output="tokens")
         if patch_grid is not None:
             grid = square_grid(patches_BLW.shape[1])

@@ -73,6 +73,8 @@ class DinoSettings(NamedSection):
                 "objective.masked_patches",
                 f"({low}, {high}) is not an increasing pair above 0, at most 1",
             )
+
+        # A setting that nothing reads would be a recipe that is not trained.
         users = {
             "first_temperature": "temperature_steps",
             "masked_views": "patch_weight",
@@ -228,6 +230,7 @@ class Dino(ViewObjective):
         loss = view_loss(
             students_BSK, answers_BGK, temperature=settings.student_temperature
         )
+        # The losses are logged apart, without their weights.
         self.record("train/view_loss", loss)
         total = settings.view_weight * loss
 
@@ -246,6 +249,7 @@ class Dino(ViewObjective):
             self.record("train/koleo", loss.mean())
             total = total + settings.koleo_weight * loss.sum()
 
+        # What the warning of a collapse reads.
         self.record("train/spread", spread(features_BGD[:, 0]))
         for name, value in entropies(answers.views_NK).items():
             self.record(name, value)

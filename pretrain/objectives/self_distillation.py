@@ -41,6 +41,8 @@ class Head(nn.Module):
     def __init__(self, width: int, settings: Any) -> None:
         super().__init__()
         hidden = settings.hidden_width
+
+        # Three layers, as in DINO; the norm and the prototypes follow in `forward`.
         self.layers = nn.Sequential(
             nn.Linear(width, hidden),
             nn.GELU(),
@@ -51,6 +53,8 @@ class Head(nn.Module):
         self.prototypes = Prototypes(
             settings.bottleneck_width, settings.num_prototypes, bias=False
         )
+
+        # The paper's code begins all layers of the head alike.
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=WEIGHT_STD)

@@ -46,6 +46,7 @@ class ViewObjective(Objective):
         for view in self.views:
             sizes[_kind(view)].add(view.image_size or image_size)
 
+        # Two global views at least, of which one is compared with the other.
         example = "set data.views=[{name: global, count: 2}]"
         if num_global < 2 or (not self.takes_local and num_global + num_local > 2):
             yield (
