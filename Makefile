@@ -67,18 +67,18 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-# Most tests start processes and wait for them, so three files run at a time; one with WORKERS=0.
-WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Most tests start processes and wait for them, so four files run at a time; one with WORKERS=0.
+WORKERS ?= 4
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # VITSCALE_REQUIRE_ALL=1 makes tests fail that would be skipped because the machine lacks something.
 test: install
 	@$(MAKE) --no-print-directory --jobs 2 check fast-tests
 
 fast-tests: install
-	$(PYTEST) -m "not slow and not exhaustive"
+	$(PYTEST) --no-loadscope-reorder -m "not slow and not exhaustive"
 
-# The slow ones only.
+# The slow ones only, the files with the most cases first.
 test-all: install
 	$(PYTEST) -m "slow and not exhaustive"
 

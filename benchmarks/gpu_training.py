@@ -4,10 +4,11 @@
     python benchmarks/gpu_training.py --device cpu --toy           # to show that it works
 
 One rank does not communicate, so ZeRO costs its hooks, copies and checks here. Sections, in order:
-    probe    versions, attention kernel, rate of a large matrix product
+    probe    versions, attention kernel, rates of large matrix products
     recipes  every ZeRO stage with every kind of recipe, ten steps of B/16 each
     host     time of an update whose kernels are too small to matter, and its calls of ATen
     models   each model with ZeRO 1: images/s, share of the product's rate, peak memory
+    objectives   the same of DINO, LeJEPA, and distillation by a live teacher beside none
     kernels  where the time of a step of each model goes
     loops    the engine, a bare PyTorch loop and timm's step, in turn, all compiled
     stall    how long training stops for a checkpoint
@@ -25,13 +26,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from timm import create_model
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
@@ -76,7 +79,7 @@ from vitscale.data.training_set import open_training_set
 from vitscale.distributed.world import World, process_group
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.settings import BUCKET_ELEMENTS
-from vitscale.models.costs import memory_estimate, train_flops_per_image
+from vitscale.models.costs import memory_estimate
 from vitscale.training.interval_log import peak_flops
 
 # Of the recipes in configs/: no regularisation, 1,000 classes, softmax, clipping, a short schedule.
@@ -120,13 +123,26 @@ class Model:
 
     config: str
     batch: int
-    timm_name: str
+    timm_name: str = ""
+    settings: tuple[str, ...] = PLAIN
 
 
 MODELS = {
     "B16": Model("vit_b16", 512, "vit_base_patch16_224"),
     "L16": Model("vit_l16", 256, "vit_large_patch16_224"),
     "H14": Model("vit_h14", 128, "vit_huge_patch14_224"),
+    # So few images that the host is busy as long as the device.
+    "B16x64": Model("vit_b16", 64, "vit_base_patch16_224"),
+}
+# Without labels, and S/16 without and with a teacher that is run.
+S16 = (*PLAIN, "model.preset=S/16")
+LIVE_TEACHER = "objective.name=features"
+LEARNING = (*S16, LIVE_TEACHER, "model.num_classes=null")
+OBJECTIVES = {
+    "DINO-S16": Model("self_supervised/dino_s16", 128, settings=()),
+    "LeJEPA-B16": Model("self_supervised/lejepa_b16", 128, settings=()),
+    "S16": Model("vit_b16", 256, settings=S16),
+    "S16-live-L": Model("vit_b16", 256, settings=LEARNING),
 }
 COMPARED = "L16"
 # Kinds of recipes, as overrides; LAMB needs whole tensors.
@@ -150,9 +166,19 @@ RECIPE_STEPS = 10
 # So few that the device waits for the host.
 HOST_BATCH = 4
 # Each is a method of `Bench`; the order is that of the module's description.
-SECTIONS = ("probe", "recipes", "host", "models", "kernels", "loops", "stall", "data")
-# Several loops are in memory at once.
-COMPARED_SHARE = 0.5
+SECTIONS = (
+    "probe",
+    "recipes",
+    "host",
+    "models",
+    "objectives",
+    "kernels",
+    "loops",
+    "stall",
+    "data",
+)
+# Rows, columns, and terms of each sum; the last is that of the MLP of L/16.
+PRODUCTS = ((4096,) * 3, (8192,) * 3, (16384,) * 3, (50432, 4096, 1024))
 # Largest gap to the losses of the bare loop, over its first loss; other sums of bf16.
 MAX_GAP = 0.01
 # Steps that compile, choose kernels and fill the allocator's pools.
@@ -167,7 +193,10 @@ def main() -> None:
         "--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS)
     )
     parser.add_argument("--minutes", type=float, default=9, help="of one call")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument(
+        "--stages", type=int, nargs="+", default=[1], help="of ZeRO, in `loops`"
+    )
     parser.add_argument(
         "--images", type=Path, help="folder or tar of JPEGs; default: noise"
     )
@@ -239,33 +268,45 @@ class Bench:
     def on_gpu(self) -> bool:
         return self.world.device.type == "cuda"
 
-    def task(
-        self, name: str, *more: str, share: float = 1.0, batch: int | None = None
-    ) -> Task:
-        """A model with a share of its batch, or another, and further overrides."""
+    def task(self, name: str, *more: str, batch: int | None = None) -> Task:
+        """A model or objective with its batch, or another, and further overrides."""
         # Every task is a new model: what the last one left must not take its memory.
         start_afresh(self.world.device)
 
-        overrides = list(PLAIN)
-        # MAE has a loss of its own, and refuses the key.
-        if "objective.name=mae" in more:
+        model = (MODELS | OBJECTIVES)[name]
+        overrides = [*model.settings, *more]
+        # Others have losses of their own, and refuse the key.
+        if any(word.startswith("objective.name=") for word in overrides):
             overrides.remove("objective.loss=softmax")
+        if LIVE_TEACHER in overrides:
+            overrides += self.teacher()
         if batch is None:
-            batch = int(MODELS[name].batch * share)
+            batch = model.batch
         if self.options.toy:
             batch = 4
             overrides += TINY
+            # Local views have 96 pixels a side, which global ones may not fall below.
+            if name in OBJECTIVES:
+                overrides.append("model.image_size=96")
         overrides += [
             f"data.global_batch={batch}",
             # One micro-batch: accumulation would hide what an update costs.
             f"engine.max_micro_batch={batch}",
             f"engine.device={self.world.device.type}",
             "engine.precision=bf16",
-            *more,
         ]
-        path = ROOT / "configs" / f"{MODELS[name].config}.yaml"
+        path = ROOT / "configs" / f"{model.config}.yaml"
         run = load_run(PretrainRun, path, overrides=overrides, with_site=False).run
         return Task(run=run, device=self.world.device)
+
+    def teacher(self) -> list[str]:
+        """The settings of a teacher, whose random weights cost what trained ones cost."""
+        name = "vit_large_patch16_224"
+        if self.options.toy:
+            name = "vit_tiny_patch16_224"
+        weights = self.work / "teacher.safetensors"
+        save_file(create_model(name).state_dict(), weights)
+        return [f"objective.teachers=[{{model: {name}, weights: {weights}}}]"]
 
     def probe(self) -> None:
         """What every other number depends on."""
@@ -283,6 +324,7 @@ class Bench:
             "device": name,
             "capability": capability,
             "attention": int(torch._fused_sdp_choice(query, query, query)),
+            "product": self.product,
             "matmul_flops": self.matmul(),
         }
         shown = ", ".join(f"{key} {value}" for key, value in facts.items())
@@ -427,12 +469,18 @@ class Bench:
         self.keep("stall", result=seconds)
 
     def models(self) -> None:
+        self.measure_all("models", self.options.models)
+
+    def objectives(self) -> None:
+        self.measure_all("objectives", OBJECTIVES)
+
+    def measure_all(self, section: str, names: Iterable[str]) -> None:
         print(
-            "\nmodel  images/s: min / median / max  TFLOP/s  of datasheet  of matmul  memory"
+            f"\n{section}  images/s: min / median / max  TFLOP/s  of datasheet  of matmul  memory"
         )
-        for name in self.options.models:
+        for name in names:
             if self.has_time(name):
-                self.keep("models", name, result=self.model(name))
+                self.keep(section, name, result=self.model(name))
 
     def model(self, name: str) -> dict[str, Any]:
         """The whole engine at ZeRO 1."""
@@ -449,7 +497,8 @@ class Bench:
         seconds = interleaved({name: step}, **self.turns())[name]
         matmul_flops = (matmul_before + self.matmul()) / 2
         rates = [task.batch / value for value in seconds]
-        flops = task.batch / median(seconds) * train_flops_per_image(task.arch)
+        costs = task.run.make_objective()
+        flops = task.batch / median(seconds) * costs.train_flops_per_image(task.arch)
 
         # Not every device has a datasheet that we know.
         datasheet = peak_flops(task.device)
@@ -467,9 +516,10 @@ class Bench:
         )
         loop.engine.close()
 
-        # A fast step that does not train is worth nothing.
-        if not losses[-1] < losses[0]:
-            values = [float(loss) for loss in losses]
+        # A fast step that does not train is worth nothing. Objectives warm up for epochs.
+        values = [float(loss) for loss in losses]
+        is_better = values[-1] < values[0] or name not in MODELS
+        if not (is_better and math.isfinite(values[-1])):
             raise Failed(f"{name}: the loss does not fall: {values}")
         return {
             "batch": task.batch,
@@ -481,12 +531,25 @@ class Bench:
             **memory,
         }
 
-    def matmul(self) -> float:
-        # As large as the products of H/14: smaller ones do not fill the card.
-        side = 8192
+    @cached_property
+    def product(self) -> tuple[int, ...]:
+        """The shape of the fastest product: cool, after ten, and warm, after a second of work."""
         if self.options.toy:
-            side = 64
-        return matmul_rate(self.world.device, side=side)
+            return (64, 64, 64)
+        rates = {}
+        for shape in PRODUCTS:
+            cool, warm = (
+                matmul_rate(self.world.device, shape=shape, seconds=seconds)
+                for seconds in (0, 1)
+            )
+            print(f"product {shape}: {cool / 1e12:.0f} cool, {warm / 1e12:.0f} warm")
+            rates[shape] = warm
+            self.keep("products", str(shape), result={"cool": cool, "warm": warm})
+        return max(rates, key=rates.__getitem__)
+
+    def matmul(self) -> float:
+        seconds = 0 if self.options.toy else 1
+        return matmul_rate(self.world.device, shape=self.product, seconds=seconds)
 
     def turns(self) -> dict[str, Any]:
         return {
@@ -522,26 +585,26 @@ class Bench:
                 self.keep("loops", name, result=self.compared(name))
 
     def compared(self, name: str) -> dict[str, Any]:
-        """ZeRO 1 (of one model 0 to 2), the bare loop and timm's step, in turn.
+        """The engine, the bare loop and timm's step, in turn.
 
         Not ZeRO 3, which replaces `torch.nn.functional.linear` in the whole process: the compiled
         loops beside it lose the gradients of their blocks (torch 2.11).
         """
-        task = self.task(name, share=COMPARED_SHARE)
+        # Several loops are in memory at once.
+        task = self.task(name, batch=max(64, MODELS[name].batch // 2))
         sizes: dict[str, int] = {}
         if self.options.toy:
             sizes = TINY_TIMM
         compiled = self.on_gpu
         loops: dict[str, Any] = {
             "bare": BareLoop(task, precision="master", compiled=compiled),
-            "bare, autocast": BareLoop(task, precision="autocast", compiled=compiled),
             "timm": TimmLoop(MODELS[name].timm_name, task, compiled=compiled, **sizes),
         }
-        # The other stages of one model only: each takes memory, and time to compile.
-        stages: Iterable[int] = (1,)
-        if name == COMPARED:
-            stages = range(3)
-        for stage in stages:
+        autocast = partial(BareLoop, task, precision="autocast", compiled=compiled)
+        # Each takes memory, and time to compile.
+        for stage in self.options.stages:
+            if stage == 0:
+                loops["bare, autocast"] = autocast()
             loops[f"ZeRO {stage}"] = EngineLoop(task, self.world, stage=stage)
 
         losses: dict[str, list[torch.Tensor]] = {kind: [] for kind in loops}

@@ -42,9 +42,8 @@ TEACHERS = {
     "B": "vit_base_patch16_224",
     "L": "vit_large_patch16_224",
 }
-# Pixels a side: 16 patches instead of 196, for teacher and student alike.
+# Pixels a side on a CPU: 16 patches instead of 196, for teacher and student alike.
 SIDE = 64
-GRID = 4
 BATCH = 16
 VIEWS = 2
 # With targets a loader repeats a few views, so crops have one size, which costs the same in each.
@@ -52,6 +51,14 @@ LOADER_VIEWS = 4
 CROP_AREA = (0.35, 0.35)
 # Steps before the rate counts.
 WARM_STEPS = 2
+# 224 px there: with fewer the loader is measured, and not the steps.
+ON_GPU = (
+    "engine.device=cuda",
+    "engine.max_micro_batch=256",
+    "data.global_batch=256",
+    "data.num_workers=8",
+    "model.image_size=224",
+)
 CONFIG = yaml.safe_load(f"""
 stage: pretrain
 name: stored-targets
@@ -72,6 +79,11 @@ class Bench:
     def __init__(self, work: Path, options: Any) -> None:
         self.work = work
         self.steps = options.steps
+        self.side = SIDE
+        self.settings: tuple[str, ...] = ()
+        if options.device == "cuda":
+            self.side = 224
+            self.settings = ON_GPU
         self.number = 0
         photos = noise_photos(**options.noise)
         total_bytes = int(options.total_mib * 2**20)
@@ -87,12 +99,14 @@ class Bench:
         weights = self.work / f"{name}.safetensors"
         if not weights.exists():
             torch.manual_seed(0)
-            save_file(timm.create_model(name, img_size=SIDE).state_dict(), weights)
-        teacher = f"{{model: {name}, weights: {weights}, image_size: {SIDE}}}"
+            model = timm.create_model(name, img_size=self.side)
+            save_file(model.state_dict(), weights)
+        teacher = f"{{model: {name}, weights: {weights}, image_size: {self.side}}}"
+        grid = self.side // 16
         return [
             "objective.name=features",
             f"objective.teachers=[{teacher}]",
-            f"objective.patch_grid=[{GRID}, {GRID}]",
+            f"objective.patch_grid=[{grid}, {grid}]",
         ]
 
     def command(self, script: str, *words: str, output: Path) -> float:
@@ -101,7 +115,8 @@ class Bench:
         return run_command(
             [
                 *(sys.executable, script, "--config", config, f"output={output}"),
-                *(f"data.path={self.shards}", f"schedule.steps={self.steps}", *words),
+                *(f"data.path={self.shards}", f"schedule.steps={self.steps}"),
+                *(*self.settings, *words),
             ]
         )
 
@@ -171,11 +186,6 @@ def measure_loader(bench: Bench, rounds: int) -> dict[str, list[float]]:
 
 def measure(work: Path, options: Any) -> dict[str, Any]:
     bench = Bench(work, options)
-    loader = measure_loader(bench, options.rounds)
-    print(
-        f"loader with targets, of its rate: {ratio(loader['with'], loader['without'])}"
-    )
-
     rates: dict[str, list[float]] = {"supervised": []}
     for size in options.teachers:
         bench.prepare(size, work / f"targets {size}")
@@ -194,6 +204,13 @@ def measure(work: Path, options: Any) -> dict[str, Any]:
         print(
             f"stored {size} / live {size}: {ratio(stored_rate, rates[f'live {size}'])}"
         )
+
+    if options.rates_alone:
+        return {"rates": rates}
+    loader = measure_loader(bench, options.rounds)
+    print(
+        f"loader with targets, of its rate: {ratio(loader['with'], loader['without'])}"
+    )
 
     # A sweep over the learning rate, from the first command to the end of the last.
     size = options.teachers[-1]
@@ -219,6 +236,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--students", type=int, default=5)
     parser.add_argument("--teachers", nargs="+", default=["S", "B", "L"])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--rates-alone", action="store_true", help="no sweep, and not the loader alone"
+    )
     parser.set_defaults(noise={})
     if parser.parse_args().toy:
         tiny = {"width": 160, "height": 120, "num": 8}

@@ -387,19 +387,22 @@ def run_steps(step: Step, num: int, *, first: int = 0) -> None:
         step(number)
 
 
-def matmul_rate(device: torch.device, *, side: int) -> float:
-    """FLOP/s of a square product on random numbers: bf16 on a GPU, fp32 on a CPU.
+def matmul_rate(
+    device: torch.device, *, shape: tuple[int, ...], seconds: float
+) -> float:
+    """FLOP/s of a product on random numbers: bf16 on a GPU, fp32 on a CPU.
 
-    After a second of work: a cool GPU is faster.
+    shape: rows, columns, and terms of each sum. seconds: of work before, since a cool GPU is
+    faster, and of the measurement; ten products at least.
     """
     dtype = torch.float32
     if device.type == "cuda":
         dtype = torch.bfloat16
-    shape = (side, side)
+    rows, columns, terms = shape
     # Random, since products of zeros take less power, and the card clocks higher.
-    a = torch.randn(shape, device=device).to(dtype)
-    b = torch.randn(shape, device=device).to(dtype)
-    out = torch.empty_like(a)
+    a = torch.randn(rows, terms, device=device).to(dtype)
+    b = torch.randn(terms, columns, device=device).to(dtype)
+    out = torch.empty(rows, columns, device=device, dtype=dtype)
 
     def products(count: int) -> None:
         for _ in range(count):
@@ -407,13 +410,10 @@ def matmul_rate(device: torch.device, *, side: int) -> float:
 
     # The first ones choose a kernel and load it.
     products(3)
-    count = 3
-    # As many as take a second; a small product only shows that it works.
-    if side > 1000:
-        seconds_of_one = seconds_of(lambda: products(3), device) / 3
-        count = max(1, int(1.0 / seconds_of_one))
+    seconds_of_one = seconds_of(lambda: products(3), device) / 3
+    count = max(10, int(seconds / seconds_of_one))
     products(count)
 
-    # A product of side^2 sums of `side` terms: a multiplication and an addition each.
-    flops = 2 * side**3 * count
+    # A multiplication and an addition for each term.
+    flops = 2 * rows * columns * terms * count
     return flops / seconds_of(lambda: products(count), device)

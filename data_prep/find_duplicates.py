@@ -11,9 +11,12 @@ Owns: the command line, and the files written. `duplicates` reads images and sea
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 
 try:
+    from collections.abc import Iterator, Sequence
+    from functools import partial
     from pathlib import Path
     from shlex import quote
 
@@ -22,6 +25,7 @@ try:
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
+    from data_prep.duplicates.equal import note_equal
     from data_prep.duplicates.reading import (
         check_keys,
         compare,
@@ -29,15 +33,15 @@ try:
         image_of,
         list_images,
         list_samples,
+        mapped,
+        store,
+        stored,
+        stored_hashes,
     )
-    from data_prep.duplicates.similar import (
-        NUM_FREQUENCIES,
-        first_equal,
-        nearest_similar,
-    )
+    from data_prep.duplicates.similar import NUM_FREQUENCIES, nearest_similar
     from data_prep.formats.index_files import local_folder
     from vitscale.config.errors import run_script
-    from vitscale.distributed.atomic_files import atomic_file, write_text
+    from vitscale.distributed.atomic_files import atomic_file
     from vitscale.distributed.processes import num_cores
     from vitscale.distributed.worker_processes import Workers
     from vitscale.images.sheet import draw_rows, writing
@@ -49,6 +53,17 @@ except ModuleNotFoundError as error:
 TABLE_NAME = "duplicates.parquet"
 KEYS_NAME = "keep.txt"
 PICTURE_NAME = "pairs.png"
+RESULTS = pa.schema(
+    {
+        "key": "string",
+        "path": "string",
+        "keep": pa.bool_(),
+        "copy_of": "string",
+        "class": "string",
+        "class_of_copied": "string",
+        "similarity": pa.float32(),
+    }
+)
 NUM_PAIRS = 60
 DESCRIBED_ROWS = 1 << 8
 
@@ -85,84 +100,131 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     folder = local_folder(arguments.shards, where="SHARDS")
-    samples = list_samples(folder)
-    check_keys(folder, samples)
-    # Others come first: of two copies the first is kept.
     others = [local_folder(path, where="--against") for path in arguments.against]
-    images = pa.concat_tables([*map(list_images, others), samples])
-    num_others = len(images) - len(samples)
-
-    # Equal as stored, or before they were converted.
-    first = positions = np.arange(len(images))
-    for column in ("blake3", "original"):
-        hashes = b"".join(images[column].to_pylist())
-        equal = first_equal(np.frombuffer(hashes, "<u8").reshape(-1, 4))
-        first = np.minimum(first, equal)
-    is_exact = first != positions
-    # NaN becomes null in the table: without a copy there is no similarity.
-    alike = np.where(is_exact, 1.0, np.nan)
-    if arguments.similar:
-        find_similar(images, first, alike, num_workers=arguments.num_workers)
-
-    # One row for each sample of the folder; the others are only what it is compared with.
-    is_copy = first != positions
-    own = slice(num_others, None)
-    # Null for images that are no copies; `take` passes it on.
-    copied = pa.array(first[own], mask=~is_copy[own])
-    table = pa.table(
-        {
-            "key": samples["name"],
-            "path": samples["path"],
-            "keep": ~is_copy[own],
-            "copy_of": images["name"].take(copied),
-            "class": samples["class"],
-            "class_of_copied": images["class"].take(copied),
-            "similarity": pa.array(alike[own], pa.float32(), from_pandas=True),
-        }
-    )
-
-    # The least similar pairs are the ones that may be wrong.
-    kept = table.filter(table["keep"])["key"].to_pylist()
-    similar = np.flatnonzero(is_copy & ~is_exact & (positions >= num_others))
-    shown = similar[np.argsort(alike[similar], kind="stable")[:NUM_PAIRS]].tolist()
-    pairs = []
-    for position in shown:
-        both = images.take([first[position], position]).to_pylist()
-        pairs.append((f"{alike[position]:.4f}", [image_of(row) for row in both]))
-
     output = Path(arguments.output or f"{folder.resolve()}-duplicates")
+    lists = output / ".lists"
     with writing(output, where="--output"):
-        with atomic_file(output / TABLE_NAME) as file:
-            pq.write_table(table, file)
-        write_text(output / KEYS_NAME, "".join(f"{key}\n" for key in kept))
-        # A picture of an earlier command would not be about these pairs.
-        (output / PICTURE_NAME).unlink(missing_ok=True)
-        if pairs:
-            draw_rows(output / PICTURE_NAME, pairs)
-
-    num_copies = len(table) - len(kept)
-    # The images of --against come first, so that lower positions are theirs.
-    num_of_others = int((is_copy & (first < num_others))[own].sum())
-    of_others = f"; {num_of_others:,} of an image of --against" if others else ""
-    print(
-        f"{folder}: {len(samples):,} images, {num_copies:,} of them copies: "
-        f"{num_copies - len(similar):,} with equal bytes, {len(similar):,} similar{of_others}"
-    )
-    # Other sets may name their classes in another way.
-    ours = table.filter(pa.array(first[own] >= num_others))
-    mixed = ours.filter(pc.not_equal(ours["class"], ours["class_of_copied"]))
-    if len(mixed):
-        row = mixed.slice(0, 1).to_pylist()[0]
-        print(
-            f"note: {len(mixed):,} copies have another class than the image that they copy: "
-            f"{row['path']!r} is {row['class']!r}, {row['copy_of']!r} {row['class_of_copied']!r}"
-        )
+        # A command that was killed has left its lists.
+        shutil.rmtree(lists, ignore_errors=True)
+        lists.mkdir()
+        try:
+            search(lists, folder, others, output, arguments)
+        finally:
+            shutil.rmtree(lists)
     print(f"written: {', '.join(str(path) for path in sorted(output.iterdir()))}")
     keys, table = (quote(str(output / name)) for name in (KEYS_NAME, TABLE_NAME))
     print(
         f"next: train with data.only_keys={keys}, or make the shards again without the copies: "
         f"source.leave_out={table}"
     )
+
+
+def search(
+    lists: Path,
+    folder: Path,
+    others: Sequence[Path],
+    output: Path,
+    arguments: argparse.Namespace,
+) -> None:
+    """Write the results, and print what was found. lists: a folder for more than memory holds."""
+    # Others come first: of two copies the first is kept.
+    files = [lists / str(number) for number in range(len(others) + 1)]
+    num_others = sum(map(store, map(list_images, others), files))
+    num = store(list_samples(folder), files[-1])
+    check_keys(folder, files[-1:], num=num)
+
+    # Equal as stored, or before they were converted.
+    first = np.arange(num_others + num)
+    for column in ("blake3", "original"):
+        note_equal(partial(stored_hashes, files, column), first)
+    is_exact = first != np.arange(len(first))
+    # NaN becomes null in the table: without a copy there is no similarity.
+    alike = np.where(is_exact, np.float32(1), np.float32("nan"))
+    images = mapped(files)
+    if arguments.similar:
+        find_similar(images, first, alike, num_workers=arguments.num_workers)
+
+    # The least similar pairs are the ones that may be wrong.
+    is_copy = (first != np.arange(len(first)))[num_others:]
+    similar = num_others + np.flatnonzero(is_copy & ~is_exact[num_others:])
+    shown = similar[np.argsort(alike[similar], kind="stable")[:NUM_PAIRS]].tolist()
+    pairs = []
+    for position in shown:
+        both = (images.slice(i, 1).to_pylist()[0] for i in (first[position], position))
+        pairs.append((f"{alike[position]:.4f}", [image_of(row) for row in both]))
+
+    # Other sets may name their classes in another way.
+    num_mixed = 0
+    example: dict[str, str] = {}
+    with (
+        atomic_file(output / TABLE_NAME) as file,
+        atomic_file(output / KEYS_NAME) as keys,
+        pq.ParquetWriter(file, RESULTS) as writer,
+    ):
+        for table, firsts in results(files, first, alike, start=num_others):
+            writer.write_table(table)
+            kept = table["key"].filter(table["keep"]).to_pylist()
+            keys.write("".join(f"{key}\n" for key in kept).encode())
+            ours = table.filter(pa.array(firsts >= num_others))
+            mixed = ours.filter(pc.not_equal(ours["class"], ours["class_of_copied"]))
+            if len(mixed):
+                example = example or mixed.slice(0, 1).to_pylist()[0]
+                num_mixed += len(mixed)
+    # A picture of an earlier command would not be about these pairs.
+    (output / PICTURE_NAME).unlink(missing_ok=True)
+    if pairs:
+        draw_rows(output / PICTURE_NAME, pairs)
+
+    # The images of --against come first, so that lower positions are theirs.
+    num_of_others = int((is_copy & (first[num_others:] < num_others)).sum())
+    of_others = f"; {num_of_others:,} of an image of --against" if others else ""
+    num_copies = is_copy.sum()
+    print(
+        f"{folder}: {num:,} images, {num_copies:,} of them copies: "
+        f"{num_copies - len(similar):,} with equal bytes, {len(similar):,} similar{of_others}"
+    )
+    if example:
+        print(
+            f"note: {num_mixed:,} copies have another class than the image that they copy: "
+            f"{example['path']!r} is {example['class']!r}, "
+            f"{example['copy_of']!r} {example['class_of_copied']!r}"
+        )
+
+
+def results(
+    files: Sequence[Path], first: np.ndarray, alike: np.ndarray, *, start: int
+) -> Iterator[tuple[pa.Table, np.ndarray]]:
+    """Yield (rows of RESULTS, which image each is a copy of) for the images of the last file.
+
+    start: the position of the first of them.
+    """
+    # What the images are called that have copies.
+    originals = np.unique(first[first != np.arange(len(first))])
+    parts = []
+    end = 0
+    for rows in stored(files, "name", "class"):
+        ends = np.searchsorted(originals, [end, end + len(rows)])
+        parts.append(rows.take(originals[slice(*ends)] - end))
+        end += len(rows)
+    copied = pa.concat_tables(parts).combine_chunks()
+
+    for rows in stored(files[-1:], "name", "path", "class"):
+        stop = start + len(rows)
+        firsts = first[start:stop]
+        is_first = firsts == np.arange(start, stop)
+        # Null for images that are no copies; `take` passes it on.
+        places = pa.array(np.searchsorted(originals, firsts), mask=is_first)
+        columns = {
+            "key": rows["name"],
+            "path": rows["path"],
+            "keep": is_first,
+            "copy_of": copied["name"].take(places),
+            "class": rows["class"],
+            "class_of_copied": copied["class"].take(places),
+            "similarity": pa.array(alike[start:stop], from_pandas=True),
+        }
+        yield pa.table(columns, schema=RESULTS), firsts
+        start = stop
 
 
 def find_similar(

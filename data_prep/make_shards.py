@@ -39,7 +39,7 @@ STEPS = (
         "open source", lambda _: [list_inputs.CONTAINERS], list_inputs.list_containers
     ),
     Step("list inputs", list_inputs.list_units, list_inputs.list_inputs),
-    Step("plan shards", lambda _: [plan_shards.ROWS], plan_shards.plan_shards),
+    Step("plan shards", lambda _: [plan_shards.PLAN], plan_shards.plan_shards),
     Step(
         "write shards",
         lambda work: read_plan(work).units,

@@ -7,6 +7,7 @@ the folder was written.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,14 +28,22 @@ from data_prep.formats.index_files import (
     INFO_NAME,
     folder_of_tars,
     info_of,
+    records_of,
     sample_bytes,
     shards_of,
-    split_fingerprint,
+    shards_of_split,
     tar_files,
 )
 from data_prep.formats.ledger import LEDGER_NAME
 from data_prep.images.check import Rejected, known_format, open_image
-from vitscale.data.index import INDEX_NAME, NO_LABEL, Manifest, ShardEntry
+from vitscale.data.index import (
+    INDEX_NAME,
+    NO_LABEL,
+    Manifest,
+    ShardEntry,
+    StoredFile,
+)
+from vitscale.data.positions import positions_name, tars_name
 from vitscale.data.tar_members import END_MARK
 from vitscale.data.tar_writer import around_image
 from vitscale.distributed.atomic_files import blake3_of_file
@@ -63,7 +72,16 @@ def check_folder(
 ) -> list[str]:
     """Return all findings; none for a valid folder. Raises UserError for tars at a URL."""
     is_index = _is_index(folder / INDEX_NAME)
-    found = [
+    found: list[str] = []
+    for split, entry in manifest.splits.items():
+        stored = {positions_name(split): entry.positions, tars_name(split): entry.tars}
+        for name, file in stored.items():
+            found += _findings(name, _check_stored(folder / name, file))
+    # Without these tables nothing is known of the tars.
+    if any(finding.startswith("tars-") for finding in found):
+        return sorted(found)
+
+    found += [
         *_findings(INDEX_NAME, _check_index(folder, manifest, is_index=is_index)),
         *_findings(LEDGER_NAME, _check_ledger(folder, manifest, has_index=is_index)),
         *_findings(INFO_NAME, _check_info(folder, manifest)),
@@ -84,7 +102,7 @@ def check_folder(
     ):
         # Rows up to the first damage can still be compared.
         pieces = _readable(_batches(folder / INDEX_NAME)) if is_index else ()
-        tasks = tar_tasks(pieces, manifest)
+        tasks = tar_tasks(pieces, shards_of(folder, manifest))
         for _, (shard, _), findings in workers.results(tasks):
             found += [f"{shard.name}: {finding}" for finding in findings]
             advance(shard.samples)
@@ -99,11 +117,13 @@ def _findings(name: str, check: Iterator[str]) -> Iterator[str]:
         yield f"{name}: cannot be read ({error})"
 
 
-def tar_tasks(index: Iterable[pa.Table], manifest: Manifest) -> Iterator[Task]:
+def tar_tasks(
+    index: Iterable[pa.Table], shards: Iterable[ShardEntry]
+) -> Iterator[Task]:
     """Yield every tar with its rows. index: pieces of the index, whose rows are in that order."""
     pieces = iter(index)
     rows = INDEX_SCHEMA.empty_table()
-    for shard in shards_of(manifest):
+    for shard in shards:
         # Row groups and tars end at different rows.
         while len(rows) < shard.samples and (piece := next(pieces, None)) is not None:
             rows = pa.concat_tables([rows, piece])
@@ -158,18 +178,31 @@ def _check_index(folder: Path, manifest: Manifest, *, is_index: bool) -> Iterato
 
     names = (name for piece in _batches(path) for name in piece["shard"].to_pylist())
     counts = [(name, len(list(rows))) for name, rows in groupby(names)]
-    tars = [(shard.name, shard.samples) for shard in shards_of(manifest)]
+    tars = [(shard.name, shard.samples) for shard in shards_of(folder, manifest)]
     # Tars without samples have no rows.
     if counts != [(name, num) for name, num in tars if num]:
         yield "does not have the samples of the manifest's tars, in their order"
     for split, entry in manifest.splits.items():
-        samples = (
-            sample_bytes(rows.filter(pc.equal(rows["split"].cast(pa.string()), split)))
-            for rows in _batches(path)
-        )
-        actual = split_fingerprint(samples, shard_lengths=entry.shard_lengths)
-        if actual != entry.fingerprint:
+        digest = hashlib.sha256()
+        is_same = True
+        with open(folder / positions_name(split), "rb") as positions:
+            for piece in _batches(path):
+                rows = piece.filter(pc.equal(piece["split"].cast(pa.string()), split))
+                digest.update(sample_bytes(rows).tobytes())
+                expected = records_of(rows, where=str(path)).tobytes()
+                is_same &= positions.read(len(expected)) == expected
+            is_same &= not positions.read(1)
+        lengths = [shard.samples for shard in shards_of_split(folder, split, entry)]
+        digest.update(np.array(lengths, "<i8").tobytes())
+        if digest.hexdigest() != entry.fingerprint:
             yield f"samples of split {split!r} do not have the manifest's fingerprint"
+        if not is_same:
+            yield f"samples of split {split!r} do not have the places in {positions.name}"
+
+
+def _check_stored(path: Path, stored: StoredFile) -> Iterator[str]:
+    if blake3_of_file(path) != stored.blake3:
+        yield "content differs from the manifest (BLAKE3)"
 
 
 def check_tar(
@@ -276,7 +309,7 @@ def _key_hashes(path: Path, *status: str) -> dict[str, bytes]:
 
 
 def _check_info(folder: Path, manifest: Manifest) -> Iterator[str]:
-    if json.loads((folder / INFO_NAME).read_text()) != info_of(manifest):
+    if json.loads((folder / INFO_NAME).read_text()) != info_of(folder, manifest):
         yield "is not what the manifest says"
 
 

@@ -13,7 +13,7 @@ import sys
 try:
     from pathlib import Path
 
-    from data_prep.formats.index_files import local_folder, shards_of
+    from data_prep.formats.index_files import local_folder
     from data_prep.verification import check_folder, draw_sheet
     from vitscale.config.errors import EXIT_BAD_INPUT, run_script
     from vitscale.data.index import read_manifest
@@ -63,7 +63,7 @@ def main() -> None:
     folder = local_folder(arguments.shards, where="SHARDS")
     manifest = read_manifest(folder)
     num_samples = sum(split.num_samples for split in manifest.splits.values())
-    num_tars = len(shards_of(manifest))
+    num_tars = sum(split.num_tars for split in manifest.splits.values())
     findings = check_folder(
         folder,
         manifest=manifest,

@@ -78,7 +78,7 @@ def own_pieces(data: TrainingSet, views: int, world: World) -> list[Piece]:
     for view in range(views):
         for part, index in enumerate(data.parts):
             first = 0
-            for shard, length in enumerate(index.shard_lengths):
+            for shard, length in enumerate(index.shard_lengths.tolist()):
                 samples = range(first, first + length)
                 pieces.append(Piece(part, view, shard, samples))
                 first += length

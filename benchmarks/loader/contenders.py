@@ -120,14 +120,12 @@ class _Stored(Dataset[tuple[torch.Tensor, int]]):
             self.decode = self.make_decode(self.side)
         _, sample = self.order.at(position)
         image = self.decode(self.index.read(sample))
-        return image, int(self.index.label[sample])
+        return image, self.index.locate(sample).label
 
 
 def sample_order(shards: Path) -> SampleOrder:
     index = read_split(shards, split="train")
-    return SampleOrder(
-        shard_lengths=index.shard_lengths, fingerprint=index.fingerprint, seed=SEED
-    )
+    return SampleOrder(split=index, seed=SEED)
 
 
 def map_style(task: Task, *, make_decode: Callable[[int], Decode]) -> Batches:

@@ -89,7 +89,9 @@ def ours(
 
     # As if the shards had been prepared without them: images are then decoded from their top.
     if not entry_points:
-        parts = tuple(replace(part, entry_points=()) for part in training_set.parts)
+        parts = tuple(
+            replace(part, has_entry_points=False) for part in training_set.parts
+        )
         training_set = replace(training_set, parts=parts)
 
     # A million batches: the measurement ends long before the stream does.

@@ -21,6 +21,7 @@ from functools import cache
 
 import numpy as np
 
+from data_prep.duplicates.equal import first_equal
 from vitscale.images.plain import grey_picture
 
 NUM_FREQUENCIES = 64
@@ -143,16 +144,6 @@ def correlation(left: np.ndarray, right: np.ndarray, *, mirrored: bool) -> np.nd
     norms = np.square(a).sum(axis=1) * np.square(b).sum(axis=1)
     alike: np.ndarray = (a * b).sum(axis=1) / np.sqrt(np.maximum(norms, 1))
     return alike
-
-
-def first_equal(rows: np.ndarray) -> np.ndarray:
-    """int64 per row of `rows`, [N, M]: the first row that equals it."""
-    num_bytes = rows.itemsize * rows.shape[1]
-    # A row as one value of raw bytes, which `unique` compares as a whole.
-    contents = np.ascontiguousarray(rows).view(f"V{num_bytes}").ravel()
-    _, first, codes = np.unique(contents, return_index=True, return_inverse=True)
-    first_of: np.ndarray = first[codes]
-    return first_of
 
 
 def nearest_similar(descriptors: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""Write index.parquet, `_info.json`, manifest.json and README.md, and compute fingerprints.
+"""Write the files of an index beside the tars, and compute fingerprints.
 
 Owns: their bytes, which depend only on the stored samples.
-Leaves out: the fields of a manifest (`vitscale.data.index`), the tars (`vitscale.data.tar_writer`).
+Leaves out: the fields of a manifest (`vitscale.data.index`), the form of positions and tables of
+tars (`vitscale.data.positions`), the tars (`vitscale.data.tar_writer`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
+from blake3 import blake3
 
 from vitscale.config.errors import UserError
 from vitscale.data.index import (
@@ -28,11 +30,33 @@ from vitscale.data.index import (
     Manifest,
     ShardEntry,
     SplitEntry,
+    StoredFile,
     label_map_sha256,
     location_of_tars,
+    shard_entry,
 )
-from vitscale.data.remote import Location, is_url, location_of
-from vitscale.distributed.atomic_files import atomic_file, write_json, write_text
+from vitscale.data.positions import (
+    BLOCK_BYTES,
+    POSITION,
+    layout_hash,
+    open_tars,
+    positions_name,
+    tars_name,
+    tars_schema,
+)
+from vitscale.data.remote import (
+    HASH_BYTES,
+    Location,
+    is_url,
+    location_of,
+    prefix_of_hash,
+)
+from vitscale.distributed.atomic_files import (
+    atomic_file,
+    blake3_of_file,
+    write_json,
+    write_text,
+)
 
 INFO_NAME = "_info.json"
 CARD_NAME = "README.md"
@@ -84,30 +108,113 @@ def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
             for _, group in groupby(
                 filter(len, tables), lambda table: table["split"][0].as_py()
             ):
-                table = pa.concat_tables(group)
-                for start in range(0, len(table), ROW_GROUP_ROWS):
+                for part in _row_groups(group):
                     # New dictionaries: those of the tables depend on the division.
-                    part = (
-                        table.slice(start, ROW_GROUP_ROWS)
-                        .cast(TEXT_SCHEMA)
-                        .combine_chunks()
-                    )
+                    part = part.cast(TEXT_SCHEMA).combine_chunks()
                     writer.write_table(part.cast(INDEX_SCHEMA))
 
 
-def info_of(manifest: Manifest) -> dict[str, Any]:
+def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Yield the rows of some tables, ROW_GROUP_ROWS at a time."""
+    rest = INDEX_SCHEMA.empty_table()
+    for table in tables:
+        rest = pa.concat_tables([rest, table])
+        while len(rest) >= ROW_GROUP_ROWS:
+            yield rest.slice(0, ROW_GROUP_ROWS)
+            rest = rest.slice(ROW_GROUP_ROWS)
+    if len(rest):
+        yield rest
+
+
+def write_split(
+    folder: Path, *, split: str, tars: Iterable[tuple[ShardEntry, pa.Table]]
+) -> SplitEntry:
+    """Write positions and the table of tars of a split. tars: with the rows of the index of each.
+
+    Raises UserError for an image that does not begin where those of tars do.
+    """
+    entries = []
+    checks = []
+    digest = hashlib.sha256()
+    hashed = blake3()
+    with atomic_file(folder / positions_name(split)) as file:
+        for entry, rows in tars:
+            records = records_of(rows, where=entry.name).tobytes()
+            file.write(records)
+            hashed.update(records)
+            checks.append(prefix_of_hash(records))
+            digest.update(sample_bytes(rows).tobytes())
+            entries.append(entry)
+
+    lengths = [entry.samples for entry in entries]
+    ends = np.cumsum(lengths)
+    digest.update(np.array(lengths, "<i8").tobytes())
+    columns: dict[str, Any] = {
+        "name": [entry.name for entry in entries],
+        "end": ends,
+        "bytes": [entry.bytes for entry in entries],
+        "positions": checks,
+        "blake3": [bytes.fromhex(entry.blake3) for entry in entries],
+    }
+    return SplitEntry(
+        num_samples=sum(lengths),
+        num_bytes=sum(entry.bytes for entry in entries),
+        num_tars=len(entries),
+        fingerprint=digest.hexdigest(),
+        layout=layout_hash(ends, np.array(checks, np.uint64)),
+        tars=write_tars(folder / tars_name(split), columns),
+        positions=StoredFile(
+            bytes=sum(lengths) * POSITION.itemsize, blake3=hashed.hexdigest()
+        ),
+    )
+
+
+def write_tars(path: Path, columns: Mapping[str, Any]) -> StoredFile:
+    """Write a table of tars. columns: of `tars_schema`."""
+    schema = tars_schema()
+    arrays = [pa.array(columns[field.name], field.type) for field in schema]
+    with atomic_file(path) as file, pa.ipc.new_file(file, schema) as writer:
+        writer.write_batch(pa.record_batch(arrays, schema=schema))
+    return StoredFile(bytes=path.stat().st_size, blake3=blake3_of_file(path))
+
+
+def records_of(rows: pa.Table, *, where: str) -> np.ndarray:
+    """POSITION of each of some rows of the index. where: their tar.
+
+    Raises UserError for an image that does not begin at a whole block.
+    """
+    offsets = rows["offset"].to_numpy()
+    records = np.empty(len(rows), POSITION)
+    first_bytes = np.ascontiguousarray(sample_bytes(rows)[:, :HASH_BYTES])
+    records["hash"] = first_bytes.view("<u8")[:, 0]
+    records["block"] = offsets // BLOCK_BYTES
+    records["length"] = rows["length"].to_numpy()
+    records["label"] = rows["label"].to_numpy()
+    # A larger number would have lost its first bits.
+    is_same = np.array_equal(records["block"].astype("<i8") * BLOCK_BYTES, offsets)
+    if not is_same or not np.array_equal(records["length"], rows["length"].to_numpy()):
+        raise UserError(
+            "has an image that cannot be indexed",
+            where=where,
+            allowed=f"images that begin at a multiple of {BLOCK_BYTES} bytes, within 2 TiB",
+            next_step="write the tar again with another program",
+        )
+    return records
+
+
+def info_of(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """`_info.json` in the form timm's WebDataset reader takes."""
     # timm opens the tars by these paths: names beside this file, or the place of other tars.
     root = location_of(manifest.shards_root)
-    info = {
-        name: {
+    info = {}
+    for name, entry in manifest.splits.items():
+        shards = list(shards_of_split(folder, name, entry))
+        info[name] = {
             "name": name,
             "num_samples": entry.num_samples,
-            "filenames": [str(root / shard.name) for shard in entry.shards],
-            "shard_lengths": list(entry.shard_lengths),
+            "filenames": [str(root / shard.name) for shard in shards],
+            "shard_lengths": [shard.samples for shard in shards],
         }
-        for name, entry in manifest.splits.items()
-    }
     return {"splits": info}
 
 
@@ -148,30 +255,14 @@ def write_card(
 
 def write_manifest(folder: Path, *, manifest: Manifest) -> None:
     """Write manifest.json and `_info.json`."""
-    write_json(folder / INFO_NAME, info_of(manifest))
+    write_json(folder / INFO_NAME, info_of(folder, manifest))
     write_json(folder / MANIFEST_NAME, asdict(manifest))
 
 
-def split_fingerprint(
-    content: Iterable[np.ndarray], *, shard_lengths: Sequence[int]
-) -> str:
-    """Hash of a split: its samples in order, then the samples per tar.
-
-    content: pieces of [samples, 36] uint8, an image's BLAKE3 and its label (uint32, little-endian).
-    """
-    digest = hashlib.sha256()
-    # The layout is part of the fingerprint, so a slip here would change it in silence.
-    for piece in content:
-        assert piece.dtype == np.uint8 and piece.shape[1:] == (36,)
-        digest.update(piece.tobytes())
-    digest.update(
-        b"".join(int(length).to_bytes(8, "little") for length in shard_lengths)
-    )
-    return digest.hexdigest()
-
-
 def sample_bytes(rows: pa.Table) -> np.ndarray:
-    """The input of `split_fingerprint`, from rows of the index."""
+    """[samples, 36] uint8 of rows of the index: an image's BLAKE3 and its label (uint32,
+    little-endian). The fingerprint of a split is the SHA-256 of these, in order, and of the samples
+    per tar."""
     hashes = np.frombuffer(b"".join(rows.column("blake3").to_pylist()), np.uint8)
     labels = rows.column("label").to_numpy().astype("<u4").view(np.uint8)
     return np.hstack([hashes.reshape(-1, 32), labels.reshape(-1, 4)])
@@ -193,19 +284,35 @@ def folder_of_tars(folder: Path, manifest: Manifest) -> Path:
     return local_folder(location_of_tars(folder, manifest), where=where)
 
 
-def shards_of(manifest: Manifest) -> list[ShardEntry]:
-    """Return the tars of all splits, in the order of the index."""
-    return [shard for entry in manifest.splits.values() for shard in entry.shards]
+def shards_of(folder: Path, manifest: Manifest) -> Iterator[ShardEntry]:
+    """Yield the tars of all splits, in the order of the index. Raises UserError."""
+    for split, entry in manifest.splits.items():
+        yield from shards_of_split(folder, split, entry)
+
+
+def shards_of_split(
+    folder: Path, split: str, entry: SplitEntry
+) -> Iterator[ShardEntry]:
+    """Yield the tars of a split. Raises UserError where their table is damaged."""
+    path = folder / tars_name(split)
+    try:
+        tars = open_tars(path, entry.layout)
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise UserError(
+            f"cannot be read ({error})", where=path, next_step="make the shards again"
+        ) from None
+    for shard in range(len(tars.ends)):
+        yield shard_entry(tars, shard, where=path)
 
 
 def tar_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[Path]:
     """Return the tars that an index names. Raises UserError for one that the manifest lacks."""
     root = folder_of_tars(folder, manifest)
-    known = {shard.name for shard in shards_of(manifest)}
+    known = {shard.name for shard in shards_of(folder, manifest)}
     # A name from elsewhere could lead out of the folder.
     for name in (name for name in names if name not in known):
         raise UserError(
-            f"names the tar {name!r}, which {MANIFEST_NAME} does not have",
+            f"names the tar {name!r}, which the tables of tars do not have",
             where=folder / INDEX_NAME,
             next_step="make the shards again",
         )

@@ -8,7 +8,7 @@ Leaves out: deciding outcomes (`sources` by name, `images.check` by content, `st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,18 @@ def describe_inputs(inputs: Mapping[str, Any]) -> str:
     if num_rejected:
         text += f"\n{sums.describe()}"
     return text
+
+
+def regrouped(tables: Iterable[pa.Table], num_rows: int) -> Iterator[pa.Table]:
+    """Yield the rows of consecutive tables, so many at a time, and a last rest."""
+    waiting: list[pa.Table] = []
+    for table in tables:
+        rows = pa.concat_tables([*waiting, table])
+        while len(rows) >= num_rows:
+            yield rows.slice(0, num_rows)
+            rows = rows.slice(num_rows)
+        waiting = [rows]
+    yield from filter(len, waiting)
 
 
 def write_ledger(folder: Path, tables: Iterable[pa.Table]) -> Outcomes:

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from vitscale.config.errors import StorageError, UserError
 from vitscale.config.outside import visible
-from vitscale.data.index import DATA_LOSS_ERRNOS
+from vitscale.data.positions import DATA_LOSS_ERRNOS
 from vitscale.data.tar_members import CompressedTar, TarDefect
 from vitscale.runs.data_prep import SOURCES, LabelSettings, SourceSettings
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data_prep.duplicates.equal import among, num_shared, repeated
 from data_prep.formats.ledger import Outcomes
 from data_prep.sources.protocol import printable
 from data_prep.steps.labels import load_labels
-from data_prep.steps.list_inputs import left_out, read_containers
+from data_prep.steps.list_inputs import BATCH_ROWS, left_out, read_containers
+from data_prep.steps.listed_rows import STORED_ORDER, read_runs
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import UserError
 from vitscale.data.class_names import closest, look_of, names_by
@@ -30,6 +33,7 @@ from vitscale.runs.data_prep import LabelSettings
 
 TRAIN = "train"
 CLASSES_SHOWN = 10
+REPEATED_COLUMNS = "inode order_high order_low path split class".split()
 WHOLE = re.compile(r"0|[1-9][0-9]*")
 NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 # Numbers can be written with blanks, commas and brackets of lists, marks of Windows, and NUL.
@@ -73,35 +77,56 @@ def take_census(tables: Iterable[pa.Table]) -> Census:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def repeated_files(rows: pa.Table, order: np.ndarray, *, source: Path) -> np.ndarray:
-    """Return the positions of usable rows to reject: their file is another row's, by any path.
+def repeated_files(work: WorkFolder, *, num_rows: int) -> Iterator[np.ndarray]:
+    """Yield the places of usable rows to reject: their file is another row's, by any path.
 
     Of equal classes the first row is kept, and one outside `train` before those of it, so that
-    nothing that is evaluated is trained on. Of different classes none is right.
+    nothing that is evaluated is trained on. Of different classes none is right. num_rows: of all.
     """
-    # The number 0 stands for rows that are no file of their own.
-    is_file = pc.and_(pc.is_null(rows["reason"]), pc.not_equal(rows["inode"], 0))
-    inodes = pc.if_else(is_file, rows["inode"], 0).to_numpy()
-    numbers, counts = np.unique(inodes[inodes != 0], return_counts=True)
-    is_repeated = np.isin(inodes, numbers[counts > 1])
 
-    # Few. Hard links have equal numbers, too, but paths of their own.
-    chosen = order[is_repeated[order]]
-    found = rows.select(["path", "split", "class"]).take(chosen).to_pylist()
-    groups: dict[bytes, list[dict[str, Any]]] = {}
-    for position, row in zip(chosen.tolist(), found, strict=True):
+    def numbers() -> Iterator[np.ndarray]:
+        for run in read_runs(work):
+            inodes = _inodes(run)
+            yield inodes[inodes != 0]
+
+    for inodes in repeated(numbers, num=num_rows):
+        # Few. Hard links have equal numbers, too, but paths of their own.
+        found = []
+        start = 0
+        for run in read_runs(work):
+            places = among(_inodes(run), inodes)
+            rows = pa.table(run.select(REPEATED_COLUMNS).take(pa.array(places)))
+            found.append(rows.append_column("place", pa.array(places + start)))
+            start += len(run)
+        rows = pa.concat_tables(found).sort_by([("inode", "ascending"), *STORED_ORDER])
+        each = (row for part in rows.to_batches(BATCH_ROWS) for row in part.to_pylist())
+        for _, group in groupby(each, key=itemgetter("inode")):
+            yield np.array(_superfluous(group, source=work.source), np.int64)
+
+
+def _inodes(run: pa.RecordBatch) -> np.ndarray:
+    """Numbers of files; 0 for rows that are no usable file of their own."""
+    none = pa.scalar(0, pa.uint64())
+    return pc.if_else(pc.is_null(run["reason"]), run["inode"], none).to_numpy()
+
+
+def _superfluous(rows: Iterable[Mapping[str, Any]], *, source: Path) -> list[int]:
+    """The places of rows to reject, of rows whose files have one number; in stored order."""
+    groups: dict[bytes, list[Mapping[str, Any]]] = {}
+    for row in rows:
         # The folders of the path count, too: any of them may be a link.
         real = os.path.realpath(os.path.join(os.fsencode(source), row["path"]))
-        groups.setdefault(real, []).append(row | {"position": position})
-    rejected = list[int]()
+        groups.setdefault(real, []).append(row)
+
+    rejected = []
     for group in groups.values():
         # False comes first, so a row outside `train` is kept if there is one.
         kept = min(group, key=lambda row: row["split"] == TRAIN)
         is_one_class = len({row["class"] for row in group}) == 1
         rejected += [
-            row["position"] for row in group if row is not kept or not is_one_class
+            row["place"] for row in group if row is not kept or not is_one_class
         ]
-    return np.array(rejected, np.int64)
+    return rejected
 
 
 # ---- classes -------------------------------------------------------------------------------------
@@ -112,13 +137,20 @@ def check_listed(
 ) -> Outcomes:
     """Raise UserError for unknown classes, classes without images, and no images at all.
 
-    rejected: inputs that are rejected already, whose sums are returned.
+    rejected: inputs that are rejected already, whose sums are returned; mapped from a file.
     num_left: classes that `min_images_per_class` leaves.
     """
     run = work.run
     images = census.images
+    copies = left_out(run.source.leave_out)
+    lost = set(copies)
     listed = Outcomes()
-    listed.add(rejected)
+    for batch in rejected.to_batches():
+        some = pa.table(batch)
+        listed.add(some)
+        if lost:
+            is_left_out = pc.equal(some["reason"], "left_out")
+            lost.difference_update(some["path"].filter(is_left_out).to_pylist())
     # Unknown classes come first: they are the cause of most that follows.
     load_labels(run.labels).check(census.unknown, found=images)
     if not images:
@@ -143,9 +175,6 @@ def check_listed(
         )
 
     # A list that was made for another source would leave copies in.
-    is_left_out = pc.equal(rejected["reason"], "left_out")
-    copies = left_out(run.source.leave_out)
-    lost = copies.keys() - rejected["path"].filter(is_left_out).to_pylist()
     if lost:
         raise UserError(
             f"{len(lost):,} of the {len(copies):,} copies in {run.source.leave_out!r} are no "
@@ -253,12 +282,10 @@ def _check_training(census: Census) -> None:
 # ---- what is said --------------------------------------------------------------------------------
 
 
-def notes_on(
-    classes: Sequence[str], hashes: Mapping[str, pa.ChunkedArray]
-) -> list[str]:
+def notes_on(classes: Sequence[str], hashes: Mapping[str, np.ndarray]) -> list[str]:
     """Return a sentence for each thing about the corpus that people may not expect.
 
-    hashes: split -> BLAKE3 of its samples.
+    hashes: split -> the first 64 bits of each sample's BLAKE3.
     """
     notes = []
 
@@ -277,6 +304,6 @@ def notes_on(
     for one, other in combinations(
         sorted(hashes, key=lambda name: (name == TRAIN, name)), 2
     ):
-        if num := pc.sum(pc.is_in(hashes[one], value_set=hashes[other])).as_py():
+        if num := num_shared(hashes[one], hashes[other]):
             notes.append(f"{num:,} images of {one} have the bytes of images of {other}")
     return notes

@@ -12,11 +12,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from blake3 import blake3
@@ -24,11 +26,10 @@ from blake3 import blake3
 from data_prep.formats.index_files import (
     INDEX_SCHEMA,
     folder_fingerprint,
-    sample_bytes,
-    split_fingerprint,
     write_card,
     write_index,
     write_manifest,
+    write_split,
 )
 from data_prep.formats.ledger import Outcomes, write_ledger
 from data_prep.sources.files import stem_and_suffix
@@ -57,10 +58,10 @@ from vitscale.data.index import (
     NO_LABEL,
     Manifest,
     ShardEntry,
-    SplitEntry,
     label_map_sha256,
 )
-from vitscale.data.order import check_mixed
+from vitscale.data.order import check_mixed, some_shards
+from vitscale.data.positions import POSITION, positions_name
 from vitscale.data.remote import Location, Url
 from vitscale.distributed.atomic_files import blake3_of_file, commit_folder
 
@@ -71,32 +72,35 @@ FINISHED = "finish"
 
 
 class Tar(NamedTuple):
-    """One tar and its samples, in its order."""
+    """One tar, and how to read its samples."""
 
     split: str
     entry: ShardEntry
-    samples: pa.Table
+    read: Callable[[], pa.Table]
+    """The outcome of each input, with facts about the tar."""
 
     @classmethod
-    def of(cls, table: pa.Table, *, split: str, name: str) -> Tar:
-        """table: the outcome of each input, with facts about the tar."""
+    def of(cls, read: Callable[[], pa.Table], *, split: str, name: str) -> Tar:
+        table = read()
         facts = facts_of(table)
-        # Sorted by their place in the tar, as readers go through it.
-        samples = table.filter(pc.is_null(table["reason"])).sort_by("offset")
         entry = ShardEntry(
             name=name,
-            samples=len(samples),
+            samples=table["reason"].null_count,
             bytes=int(facts["bytes"]),
             blake3=facts["blake3"],
         )
-        return cls(split, entry, samples.drop(["path", "input_hash"]))
+        return cls(split, entry, read)
+
+    def samples(self) -> pa.Table:
+        """Return what is kept, sorted by its place in the tar, as readers go through it."""
+        table = self.read()
+        return table.filter(pc.is_null(table["reason"])).sort_by("offset")
 
     def rows(self, classes: Sequence[str]) -> pa.Table:
         """Return its samples as rows of the index."""
-        labels = pc.index_in(
-            self.samples["class"], value_set=pa.array(classes, pa.string())
-        )
-        rows = self.samples.append_column("label", labels.fill_null(NO_LABEL))
+        samples = self.samples()
+        labels = pc.index_in(samples["class"], value_set=pa.array(classes, pa.string()))
+        rows = samples.append_column("label", labels.fill_null(NO_LABEL))
         rows = rows.append_column("shard", pa.repeat(self.entry.name, len(rows)))
         return rows.select(INDEX_SCHEMA.names).cast(INDEX_SCHEMA)
 
@@ -112,14 +116,14 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
     for outcomes in plan.units:
         split = split_of(outcomes)
         name = f"{split}-{numbers[split]:06d}.tar"
-        tar = Tar.of(work.table(outcomes), split=split, name=name)
+        tar = Tar.of(partial(work.table, outcomes), split=split, name=name)
         # A shard whose images were all rejected has no tar.
         if not tar.entry.samples:
             continue
         tars.append(tar)
         numbers[split] += 1
         if split == TRAIN or not has_train:
-            kept.update(tar.samples["class"].unique().to_pylist())
+            kept.update(tar.samples()["class"].unique().to_pylist())
         path = work.path / FINAL / name
         with suppress(FileNotFoundError):  # of a process that died here
             os.rename((work.path / outcomes).with_suffix(".tar"), path)
@@ -159,7 +163,9 @@ def finish_index(work: WorkFolder, unit: str) -> None:
     tars = []
     for table, container in zip(tables, containers, strict=True):
         _check_unchanged(root, container.path, facts_of(table))
-        tars.append(Tar.of(table, split=container.split, name=container.path))
+        # Bound now: the tables stay in memory.
+        read = partial(lambda table: table, table)
+        tars.append(Tar.of(read, split=container.split, name=container.path))
 
     # Everything is checked before the output appears.
     census = take_census(tables)
@@ -281,39 +287,38 @@ def _commit(
     # The files that the settings name may have changed since the work began.
     check_settings(work)
     final = work.path / FINAL
-    splits = {}
-    tables = [tar.rows(classes) for tar in tars]
     # With a label space the order of the classes was chosen by the user.
     sorted_classes = () if work.run.labels.space else classes
-    hashes = dict[str, pa.ChunkedArray]()
-    write_index(final, tables=tables)
+    formats = set[str]()
+
+    def rows_of(tars: Iterable[Tar]) -> Iterator[tuple[ShardEntry, pa.Table]]:
+        """Yield the tars with their rows of the index, which are read anew each time."""
+        for tar in tars:
+            rows = tar.rows(classes)
+            formats.update(rows["format"].unique().to_pylist())
+            yield tar.entry, rows
+
+    write_index(final, tables=(rows for _, rows in rows_of(tars)))
+    splits = {}
+    hashes = dict[str, np.ndarray]()
     for split in sorted({tar.split for tar in tars}):
-        parts = [
-            table for tar, table in zip(tars, tables, strict=True) if tar.split == split
-        ]
-        shards = tuple(tar.entry for tar in tars if tar.split == split)
-        lengths = [shard.samples for shard in shards]
-        rows = pa.concat_tables(parts)
-        hashes[split] = rows["blake3"]
+        of_split = [tar for tar in tars if tar.split == split]
+        splits[split] = write_split(final, split=split, tars=rows_of(of_split))
+        records = np.memmap(final / positions_name(split), POSITION, "r")
+        hashes[split] = records["hash"]
         # Tars of others were not shuffled here, and may hold one class after the other.
         if split == TRAIN and shards_root != ".":
+            lengths = np.array([tar.entry.samples for tar in of_split])
+            shards = some_shards(len(lengths))
+            chosen = np.repeat(np.isin(np.arange(len(lengths)), shards), lengths)
             check_mixed(
-                rows["label"].to_numpy(), shard_lengths=lengths, where="source.path"
+                records["label"][chosen],
+                shard_lengths=lengths[shards],
+                where="source.path",
             )
-        splits[split] = SplitEntry(
-            num_samples=sum(lengths),
-            num_bytes=sum(shard.bytes for shard in shards),
-            fingerprint=split_fingerprint(
-                map(sample_bytes, parts), shard_lengths=lengths
-            ),
-            shards=shards,
-        )
 
     # The card lies beside the tars that it describes.
     if shards_root == ".":
-        formats = {
-            name for table in tables for name in table["format"].unique().to_pylist()
-        }
         write_card(final, splits=splits, classes=classes, formats=sorted(formats))
     write_manifest(
         final,

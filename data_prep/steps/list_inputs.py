@@ -9,13 +9,14 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -36,22 +37,23 @@ from data_prep.sources.protocol import (
 from data_prep.steps.labels import Labels, load_labels
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import UserError
-from vitscale.distributed.atomic_files import write_json
 from vitscale.runs.data_prep import MAX_SPLIT_LENGTH
 
-CONTAINERS = "containers.json"
+CONTAINERS = "containers.arrow"
 # Containers per unit: class folders and tars of hundreds of images each. Fewer where there would
-# not be a unit for each of eight processes.
-MAX_CONTAINERS_PER_UNIT = 64
+# not be a unit for each of eight processes, more where units would be too many files.
+CONTAINERS_PER_UNIT = 64
 MIN_UNITS = 8
-BATCH_ROWS = 1 << 15
+MAX_UNITS = 4096
+# Rows of a run, which is sorted alone; as Python objects they take 60 MiB.
+BATCH_ROWS = 1 << 17
 # A tar header has 100 bytes for a name: split (up to 24), a dash, class and name, suffix (5).
 MAX_KEY_LENGTH = 100 - MAX_SPLIT_LENGTH - 1 - len(".webp")
 KEY_HASH_LENGTH = 16
 _HASHED = re.compile(rf"-[0-9a-f]{{{KEY_HASH_LENGTH}}}$")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
-# Paths and keys are large: the offsets of other binary columns overflow at 2 GiB.
+# Long text is large: the offsets of other columns overflow at 2 GiB.
 ROW_SCHEMA = pa.schema(
     dict(
         line.split()
@@ -61,11 +63,11 @@ ROW_SCHEMA = pa.schema(
     holdout uint64
     path large_binary
     split string
-    class string
+    class large_string
     key large_string
     num_bytes int64
     reason string
-    file binary
+    file large_binary
     offset int64
     modified_ns int64
     spooled bool
@@ -77,7 +79,7 @@ ROW_SCHEMA = pa.schema(
 def list_containers(work: WorkFolder, unit: str) -> None:
     containers = open_source(work.run.source, work.run.labels).containers()
     _check_names(containers)
-    write_json(work.path / unit, containers)
+    commit_containers(work, unit, containers)
 
 
 def _check_names(containers: Sequence[Container]) -> None:
@@ -100,27 +102,41 @@ def _check_names(containers: Sequence[Container]) -> None:
             )
 
 
-def read_containers(work: WorkFolder) -> list[Container]:
-    return [Container(*row) for row in json.loads((work.path / CONTAINERS).read_text())]
+def commit_containers(
+    work: WorkFolder, unit: str, containers: Iterable[Container]
+) -> None:
+    # As JSON, since names of files need not be text that Arrow takes.
+    work.commit_table(unit, pa.table({"container": map(json.dumps, containers)}))
 
 
-def _of_units(work: WorkFolder) -> list[list[Container]]:
-    """The containers of each unit."""
-    containers = read_containers(work)
+def read_containers(
+    work: WorkFolder, start: int = 0, num: int | None = None
+) -> list[Container]:
+    """Return all containers, or `num` of them from the one numbered `start`."""
+    texts = work.table(CONTAINERS)["container"].slice(start, num).to_pylist()
+    return [Container(*json.loads(text)) for text in texts]
 
-    size = min(MAX_CONTAINERS_PER_UNIT, max(1, len(containers) // MIN_UNITS))
-    starts = range(0, len(containers), size)
-    return [containers[start : start + size] for start in starts]
+
+def count_containers(work: WorkFolder) -> int:
+    return len(work.table(CONTAINERS))
+
+
+def _unit_size(num: int) -> int:
+    """The number of containers per unit, of `num` in all."""
+    return max(min(CONTAINERS_PER_UNIT, num // MIN_UNITS), num // MAX_UNITS, 1)
 
 
 def list_units(work: WorkFolder) -> list[str]:
-    return [f"list/{number:06d}.arrow" for number in range(len(_of_units(work)))]
+    num = count_containers(work)
+    num_units = math.ceil(num / _unit_size(num))
+    return [f"list/{number:06d}.arrow" for number in range(num_units)]
 
 
 def list_inputs(work: WorkFolder, unit: str) -> None:
     """List the containers of one unit; bytes that can be read only once go to its spool file."""
     number = int(Path(unit).stem)
-    inputs = _inputs(work, _of_units(work)[number])
+    size = _unit_size(count_containers(work))
+    inputs = _inputs(work, read_containers(work, number * size, size))
 
     temporary = work.temporary("list")
     spool = work.temporary("spool")
@@ -129,21 +145,28 @@ def list_inputs(work: WorkFolder, unit: str) -> None:
         open(temporary, "wb") as file,
         pa.ipc.new_file(file, ROW_SCHEMA) as writer,
     ):
+        inputs = _spooled(inputs, spooled, name=f"{number:06d}.bin")
         while batch := list(islice(inputs, BATCH_ROWS)):
-            for item in batch:
-                if item.data is not None and item.reason is None:
-                    item.file = f"{number:06d}.bin"
-                    item.offset = spooled.tell()
-                    item.spooled = True
-                    spooled.write(item.data)
-                # The bytes are in the spool, so memory need not keep them.
-                item.data = None
-            writer.write_table(rows_table(batch, seed=work.run.seed))
+            rows = rows_table(batch, seed=work.run.seed)
+            # A range of the stored order is then a slice of the batch.
+            writer.write_table(rows.sort_by("order_high"))
         num_spooled = spooled.tell()
     # The spool comes first, since the list refers to it.
     if num_spooled:
         work.commit(spool, f"spool/{number:06d}.bin")
     work.commit(temporary, unit)
+
+
+def _spooled(inputs: Iterable[Input], spool: BinaryIO, *, name: str) -> Iterator[Input]:
+    """Move bytes that can be read only once from each input to the spool of this name."""
+    for item in inputs:
+        if item.data is not None and item.reason is None:
+            item.file = name
+            item.offset = spool.tell()
+            item.spooled = True
+            spool.write(item.data)
+        item.data = None
+        yield item
 
 
 def _inputs(work: WorkFolder, containers: Sequence[Container]) -> Iterator[Input]:

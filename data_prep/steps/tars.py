@@ -21,7 +21,13 @@ from data_prep.sources.protocol import (
 )
 from data_prep.sources.tars import WebDataset
 from data_prep.steps.labels import load_labels
-from data_prep.steps.list_inputs import check_input, read_containers, set_class
+from data_prep.steps.list_inputs import (
+    check_input,
+    commit_containers,
+    count_containers,
+    read_containers,
+    set_class,
+)
 from data_prep.steps.plan_shards import OUTCOMES, ROWS, read_plan
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import UserError
@@ -30,7 +36,7 @@ from vitscale.data.remote import Location, Url, location_of, names_below, read_c
 from vitscale.data.split_names import splits_of_files
 from vitscale.data.tar_writer import TarShard
 from vitscale.data.webdataset import matching
-from vitscale.distributed.atomic_files import blake3_of_file, write_json
+from vitscale.distributed.atomic_files import blake3_of_file
 
 # Reason for sound images that must be converted to be usable, which would mean rewriting the tar.
 PACKED = "packed"
@@ -42,7 +48,7 @@ def split_of(unit: str) -> str:
 
 def write_shard(work: WorkFolder, unit: str) -> None:
     """Read, check and store every image of one shard. Its outcomes commit it."""
-    number = read_plan(work).units.index(unit)
+    number, _ = read_plan(work).shards[unit]
     split = split_of(unit)
     with pa.memory_map(str(work.path / ROWS)) as file:
         rows = pa.ipc.open_file(file).get_batch(number).to_pylist()
@@ -124,8 +130,7 @@ def list_tars(work: WorkFolder, unit: str) -> None:
     root = root_of(work)
     if isinstance(root, Path):
         containers = WebDataset(source, work.run.labels).containers()
-        tars = [(container.path, container.split) for container in containers]
-        write_json(work.path / unit, tars)
+        commit_containers(work, unit, containers)
         return
 
     # A web server does not list its files, so a pattern must name them.
@@ -143,8 +148,8 @@ def list_tars(work: WorkFolder, unit: str) -> None:
                 next_step="correct the pattern; a web server cannot list its files: name them",
             )
         by_name = {} if source.splits else splits_of_files(names)
-        tars += [(name, by_name.get(name, split)) for name in sorted(names)]
-    write_json(work.path / unit, tars)
+        tars += [Container(name, by_name.get(name, split)) for name in sorted(names)]
+    commit_containers(work, unit, tars)
 
 
 def root_of(work: WorkFolder) -> Location:
@@ -156,12 +161,12 @@ def root_of(work: WorkFolder) -> Location:
 
 
 def tar_units(work: WorkFolder) -> list[str]:
-    return [f"tars/{number:06d}.arrow" for number in range(len(read_containers(work)))]
+    return [f"tars/{number:06d}.arrow" for number in range(count_containers(work))]
 
 
 def index_tar(work: WorkFolder, unit: str) -> None:
     """Check every image of one tar. One at a URL is read once, into a temporary file."""
-    container = read_containers(work)[int(Path(unit).stem)]
+    (container,) = read_containers(work, int(Path(unit).stem), 1)
     root = root_of(work)
     if isinstance(root, Path):
         return _index_local(work, unit, container, root)

@@ -136,12 +136,19 @@ class WorkFolder:
         fsync_folder((self.path / name).parent)
 
     def commit_table(self, name: str, table: pa.Table) -> None:
+        self.commit_tables(name, table.schema, [table])
+
+    def commit_tables(
+        self, name: str, schema: pa.Schema, tables: Iterable[pa.Table]
+    ) -> None:
+        """Write one file of tables, each as a batch of its own; only one is in memory."""
         temporary = self.temporary("table")
         with (
             open(temporary, "wb") as file,
-            pa.ipc.new_file(file, table.schema) as writer,
+            pa.ipc.new_file(file, schema) as writer,
         ):
-            writer.write_table(table)
+            for table in tables:
+                writer.write_table(table.combine_chunks())
         self.commit(temporary, name)
 
     def table(self, name: str) -> pa.Table:
@@ -431,7 +438,7 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     for split, entry in manifest.splits.items():
         mib = f"{entry.num_bytes / 2**20:,.1f} MiB"
         print(
-            f"  {split}: {entry.num_samples:,} images in {len(entry.shards):,} tars, {mib}"
+            f"  {split}: {entry.num_samples:,} images in {entry.num_tars:,} tars, {mib}"
         )
     for note in manifest.notes:
         print(f"  note: {note}")

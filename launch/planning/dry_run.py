@@ -17,6 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from finetune.run import FinetuneRun
 from finetune.settings import EmbedData, EmbedRun, EvaluateRun, EvaluationData
 from launch.jobs.preparation import (
@@ -36,7 +38,7 @@ from vitscale.config.errors import UserError, UserErrors, print_note
 from vitscale.config.loader import yaml_flow
 from vitscale.config.redaction import redact
 from vitscale.data.index import MANIFEST_NAME, read_manifest, read_split
-from vitscale.data.order import check_mixed
+from vitscale.data.order import check_mixed, some_shards
 from vitscale.data.remote import location_of
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set, open_val_split
@@ -148,7 +150,13 @@ def _count_files(
     num_val = None
     if check_files:
         for part in parts:
-            check_mixed(part.label, shard_lengths=part.shard_lengths, where="data.path")
+            shards = some_shards(len(part.ends))
+            labels = [part.records(each, each + 1)["label"] for each in shards.tolist()]
+            check_mixed(
+                np.concatenate(labels),
+                shard_lengths=part.shard_lengths[shards],
+                where="data.path",
+            )
         # With `dev_percent`, the samples held out are those that are evaluated.
         if not data.dev_percent:
             val_split = open_val_split(data, parts=parts)
@@ -172,7 +180,7 @@ def _count_files(
         num_classes=len(training_set.classes),
         source=source,
         num_dev=num_dev,
-        num_shards=sum(len(part.shard_lengths) for part in parts),
+        num_shards=sum(len(part.ends) for part in parts),
         num_val=num_val,
     )
 

@@ -112,6 +112,13 @@ class Features(Objective):
         if stored := self._stored():
             given = found
             found = [teacher.fingerprint for teacher in stored]
+            shares = self.settings.shares
+            if shares and len(shares) != len(stored):
+                raise UserError(
+                    f"{len(shares)} of {len(stored)} teachers",
+                    where="objective.shares",
+                    next_step="give one for each, in the order of the targets",
+                )
             grids = {teacher.grid for teacher in stored}
             expected = {self.settings.target_grid}
             if given not in ([], found) or grids != expected:

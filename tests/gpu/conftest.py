@@ -18,6 +18,10 @@ from vitscale.distributed.world import World, process_group
 # As a fixture: a mark would ask for the GPU while tests are collected.
 @pytest.fixture(scope="session")
 def device() -> str:
+    # To rehearse on a CPU those tests that call nothing of CUDA: PYTEST_GPU_DEVICE=cpu.
+    rehearsed_on = os.environ.get("PYTEST_GPU_DEVICE")
+    if rehearsed_on:
+        return rehearsed_on
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     return "cuda"

@@ -17,9 +17,11 @@ FOLDER = ROOT / "docs/notebooks"
 NOTEBOOKS = {"own_images": 2, "what_has_it_learned": 6}
 # Command of a benchmark at toy size -> what it prints.
 COMMANDS = {
+    "billion.py --rounds 1": "all records read and hashed, s",
     "checkpoint_stall.py": "stall / torch.save: ",
     "gpu_training.py --device cpu --models L16": "real / synthetic: ",
     "loader_speed.py": "ours (region) / webdataset: ",
+    "preparation_size.py": "plan: 10 N / N takes ",
     "sharding_speed.py": "header / shardwriter: ",
     "stored_targets.py": "stored S / live S: ",
 }

@@ -1,28 +1,40 @@
-"""Read shard folders: index, manifest, bytes and keys of samples. See docs/data_format.md.
+"""Read shard folders: manifest, samples of a split, and their keys. See docs/data_format.md.
 
-Pyarrow is imported only to read an index, so that `read_manifest` stays light.
+Pyarrow is imported only to open a split, so that `read_manifest` stays light. What is read for each
+sample: `data.positions`.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from io import FileIO
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from vitscale.config.errors import UserError, not_read
+from vitscale.config.errors import UserError
 from vitscale.config.redaction import redact
 from vitscale.config.text_files import read_text
+from vitscale.data.positions import (
+    BLOCK_BYTES,
+    POSITION,
+    Place,
+    Tars,
+    forget_opened,
+    open_tars,
+    positions_name,
+    read_checked,
+    tars_name,
+)
+from vitscale.data.positions import (
+    read_shard as read_shard,
+)
 from vitscale.data.remote import (
     Location,
     RemoteFile,
@@ -30,7 +42,6 @@ from vitscale.data.remote import (
     is_url,
     location_of,
     open_cache,
-    prefix_of_hash,
     read_chunks,
 )
 from vitscale.data.settings import RemoteSettings
@@ -45,19 +56,20 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MAX_SHOWN = 10
-FORMAT_VERSION: Literal[2] = 2
+FORMAT_VERSION: Literal[3] = 3
 INDEX_NAME = "index.parquet"
 MANIFEST_NAME = "manifest.json"
 NO_LABEL = -1
-MAX_OPEN_SHARDS = 64
 # Row groups whose keys are searched at once: a million keys.
 GROUPS_AT_ONCE = 128
-# Bytes are damaged: a checksum or structure that the file system finds broken. Other errors come
-# from the storage or the machine: those of PASSING are retried, and for none another sample is
-# taken.
-DATA_LOSS_ERRNOS = (errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
-# Arrays of `SplitIndex` with one entry per sample.
-ARRAYS = ("shard_of", "offset", "length", "label", "hash_prefix")
+# Up to so many, all tars and all records are looked at when a split is opened, in less than .2 s;
+# of more, each when it is first read.
+TARS_AT_START = 4096
+SAMPLES_AT_START = 1 << 21
+# Tars whose records a process keeps: those of the current block of the order, and two more.
+RECENT_TARS = 48
+# Samples that are looked at together where all are.
+PIECE_SAMPLES = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,24 +83,32 @@ class ShardEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """Size and hash of a file beside the manifest."""
+
+    bytes: int
+    blake3: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class SplitEntry:
-    """One split: its tars in order, and a hash of its samples in order."""
+    """One split: its size, a hash of its samples in order, and the files of their places."""
 
     num_samples: int
     num_bytes: int
+    num_tars: int
     fingerprint: str
-    shards: tuple[ShardEntry, ...]
-
-    @property
-    def shard_lengths(self) -> tuple[int, ...]:
-        return tuple(shard.samples for shard in self.shards)
+    layout: str
+    """`layout_hash` of the table of tars."""
+    tars: StoredFile
+    positions: StoredFile
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Contents of manifest.json."""
 
-    format_version: Literal[2]
+    format_version: Literal[3]
     tool_version: str
     fingerprint: str
     """Hash over the fingerprints of all splits and the label map."""
@@ -113,45 +133,51 @@ class Manifest:
     """Sentences about what people may not expect of the corpus."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SplitIndex:
-    """Position of each sample of one split. Arrays have one entry per sample, in stored order."""
+    """The samples of one split, or some of them, in stored order.
+
+    Holds nothing for each sample, unless some were chosen. Passed to another process, it is a few
+    paths, and opens the files there.
+    """
 
     folder: Location
     split: str
-    shard_of: np.ndarray
-    """Position in `shards`."""
-    offset: np.ndarray
-    """First byte of the image inside its tar."""
-    length: np.ndarray
-    """Bytes of the image."""
-    label: np.ndarray
-    """Position in `classes`; NO_LABEL everywhere if there are none."""
-    shards: tuple[Path | RemoteFile, ...]
-    shard_lengths: tuple[int, ...]
-    """Samples per tar; the samples of a tar are stored one after the other."""
+    root: Location
+    """Folder of the tars."""
     classes: tuple[str, ...]
     fingerprint: str
     """Hash of this split's samples, labels, order and division into tars."""
     label_map_sha256: str
-    hash_prefix: np.ndarray
-    """uint64: first 8 bytes of each image's BLAKE3, little-endian."""
-    index_path: Path
-    """The local index.parquet, which has the keys."""
-    stored: np.ndarray | None = None
-    """Rows of the samples in the stored split; None: all rows, in order."""
+    entry: SplitEntry
+    """The stored split."""
+    tars_path: Path
+    """The local table of tars."""
+    positions: Path | RemoteFile
+    keys: Path | RemoteFile
+    """index.parquet, which has the keys."""
+    remote: RemoteSettings
+    stored: range | np.ndarray
+    """Rows of the samples in the stored split, increasing."""
     key_hash: str | None = None
     """Hash of the rows that `choose_by_key` left of the stored split."""
     note: str = ""
     """What to say about that choice."""
     is_shuffled: bool = True
     """In random order, as `vitscale prepare shards` writes; other tars may be sorted by class."""
-    entry_points: tuple[Path, ...] = ()
-    """Files of the entry points of the images of each tar, which may be missing; empty: none."""
+    has_entry_points: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what is mapped or was read, which each process has from the files.
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def num_samples(self) -> int:
-        return len(self.label)
+        return len(self.stored)
+
+    @property
+    def is_remote(self) -> bool:
+        return isinstance(self.root, Url)
 
     @property
     def title(self) -> str:
@@ -161,97 +187,229 @@ class SplitIndex:
             f"{name}/{self.split}, {self.num_samples:,} images, {self.fingerprint[:12]}"
         )
 
-    def subset(self, rows: np.ndarray, *, name: str) -> SplitIndex:
-        """Select samples. rows: increasing. name: becomes part of the fingerprint."""
-        rows = narrowed(rows)
-        lengths = np.bincount(self.shard_of[rows], minlength=len(self.shard_lengths))
-        digest = hashlib.sha256(f"{self.fingerprint}\0{name}".encode()).hexdigest()
-        return replace(
-            self,
-            **{name: getattr(self, name)[rows] for name in ARRAYS},
-            shard_lengths=tuple(lengths.tolist()),
-            fingerprint=digest,
-            stored=rows if self.stored is None else self.stored[rows],
+    @cached_property
+    def tars(self) -> Tars:
+        """The table of the stored tars. Raises UserError where it cannot be read."""
+        return _read(
+            self.tars_path, lambda: open_tars(self.tars_path, self.entry.layout)
         )
 
-    def read(self, sample: int, *, verify: bool = False) -> bytes:
-        """The image of a sample as stored.
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """int64 [tars]: samples up to the end of each tar; those of a tar are stored one after the
+        other."""
+        ends = self.tars.ends
+        if isinstance(self.stored, np.ndarray):
+            # Of the same type: others would be converted, all of them.
+            return np.searchsorted(self.stored, ends.astype(self.stored.dtype))
+        if self.num_samples == self.entry.num_samples:
+            return ends
+        return np.clip(ends - self.stored.start, 0, self.num_samples)
+
+    @property
+    def shard_lengths(self) -> np.ndarray:
+        """int64 [tars]: samples per tar."""
+        return np.diff(self.ends, prepend=0)
+
+    @property
+    def index_path(self) -> Path:
+        """The local index.parquet."""
+        return self.keys.verified() if isinstance(self.keys, RemoteFile) else self.keys
+
+    def subset(self, rows: slice | np.ndarray, *, name: str) -> SplitIndex:
+        """Select samples. rows: increasing. name: becomes part of the fingerprint."""
+        if isinstance(rows, np.ndarray):
+            stored: range | np.ndarray = self.rows_of(rows).astype(self.narrow)
+        else:
+            stored = self.stored[rows]
+        digest = hashlib.sha256(f"{self.fingerprint}\0{name}".encode()).hexdigest()
+        return replace(self, fingerprint=digest, stored=stored)
+
+    @property
+    def narrow(self) -> np.dtype[Any]:
+        """The narrowest type of the numbers of samples."""
+        return np.dtype(np.min_scalar_type(self.entry.num_samples))
+
+    def rows_of(self, samples: np.ndarray) -> np.ndarray:
+        """Rows of some samples in the stored split."""
+        if isinstance(self.stored, np.ndarray):
+            return self.stored[samples]
+        return samples + self.stored.start
+
+    def shard_of(self, sample: int) -> int:
+        """Number of a sample's tar."""
+        return int(self.tars.ends.searchsorted(self.stored[sample], side="right"))
+
+    def tar(self, shard: int) -> Path | RemoteFile:
+        """A tar. Raises UserError for a name that leads out of the folder."""
+        entry = shard_entry(self.tars, shard, where=self.tars_path)
+        return stored_file(self.root / entry.name, entry, self.remote)
+
+    def locate(self, sample: int) -> Place:
+        """Where a sample is. Raises UserError where what says it is damaged or cannot be read."""
+        row = self.stored[sample]
+        shard = int(self.tars.ends.searchsorted(row, side="right"))
+        first, records, tar, points = self._recent.get(shard) or self._loaded(shard)
+        prefix, block, length, label = records[int(row) - first].item()
+        return Place(tar, BLOCK_BYTES * block, length, label, prefix, points)
+
+    def read(self, place: int | Place, *, verify: bool = False) -> bytes:
+        """The image of a sample as stored, by its number or place.
 
         verify: compare it with its hash, which is always done for remote shards.
         Raises OSError if its bytes are lost or changed, UserError if the storage cannot be read.
         """
-        shard = self.shards[self.shard_of[sample]]
-        expected = int(self.hash_prefix[sample])
-        place = {
-            "offset": int(self.offset[sample]),
-            "num_bytes": int(self.length[sample]),
-        }
-        if isinstance(shard, RemoteFile):
-            return shard.read(**place, hash_prefix=expected)
+        if not isinstance(place, Place):
+            place = self.locate(place)
+        return read_checked(
+            place.tar,
+            offset=place.offset,
+            num_bytes=place.length,
+            hash_prefix=place.hash_prefix,
+            verify=verify,
+        )
 
-        data = read_shard(shard, **place)
-        if verify and prefix_of_hash(data) != expected:
-            raise OSError("its bytes do not have the hash in the index")
-        return data
-
-    def entry_points_of(self, sample: int) -> bytes:
+    def entry_points_of(self, place: Place) -> bytes:
         """Where decoding of the image can start; empty: at its top."""
-        if not self.entry_points:
+        if place.entry_points is None:
             return b""
-        file = self.entry_points[self.shard_of[sample]]
-        return read_entry_points(file, key=int(self.hash_prefix[sample]))
+        return read_entry_points(place.entry_points, key=place.hash_prefix)
+
+    @cached_property
+    def _recent(self) -> dict[int, tuple[int, np.ndarray, Any, Path | None]]:
+        """Tar -> (row of its first sample, its records, itself, its entry points)."""
+        return {}
+
+    def _loaded(self, shard: int) -> tuple[int, np.ndarray, Any, Path | None]:
+        """Read the records of a tar into `_recent`."""
+        records = self._checked(self._bytes_of(shard), slice(shard, shard + 1))
+        entry = shard_entry(self.tars, shard, where=self.tars_path)
+        tar = stored_file(self.root / entry.name, entry, self.remote)
+        # Of fewer, all were looked at when the split was opened.
+        if self.entry.num_tars > TARS_AT_START:
+            check_tars(self.split, [(tar, entry.bytes)], where=self.folder)
+
+        points = None
+        if self.has_entry_points and isinstance(self.folder, Path):
+            points = entry_points_file(self.folder, entry.name)
+        if len(self._recent) >= RECENT_TARS:
+            del self._recent[next(iter(self._recent))]
+        loaded = (self._first(shard), records, tar, points)
+        self._recent[shard] = loaded
+        return loaded
+
+    def _first(self, shard: int) -> int:
+        """Row of the first sample of a tar."""
+        return int(self.tars.ends[shard - 1]) if shard else 0
+
+    def _bytes_of(self, shard: int) -> bytes:
+        """The records of a tar as stored, which have their hash."""
+        tars = self.tars
+        first = self._first(shard)
+        try:
+            return read_checked(
+                self.positions,
+                offset=POSITION.itemsize * first,
+                num_bytes=POSITION.itemsize * (int(tars.ends[shard]) - first),
+                hash_prefix=int(tars.checks[shard]),
+            )
+        except OSError as error:
+            raise UserError(
+                f"the records of the samples of {tars.names[shard].as_py()} are damaged "
+                f"({error.strerror or error})",
+                where=str(self.positions),
+                next_step="copy this file again, or make the shards again",
+            ) from None
+
+    def _checked(self, data: bytes, shards: slice) -> np.ndarray:
+        """The records of some tars. Raises UserError where they contradict the manifest: training
+        trusts these numbers."""
+        records = np.frombuffer(data, POSITION)
+        ends = self.tars.ends[shards]
+        lengths = np.diff(ends, prepend=ends[-1] - len(records))
+        label = records["label"]
+        least = 0 if self.classes else NO_LABEL
+        stop = records["block"].astype(np.int64) * BLOCK_BYTES + records["length"]
+        agrees = (
+            np.all((label >= least) & (label < len(self.classes)))
+            and np.all(records["length"] > 0)
+            and np.all(stop <= np.repeat(self.tars.num_bytes[shards], lengths))
+        )
+        if not agrees:
+            raise _disagrees(self.positions, self.split)
+        return records
+
+    def records(self, start: int, stop: int) -> np.ndarray:
+        """The records of the samples in some tars, POSITION [samples]. Raises UserError."""
+        low = int(self.ends[start - 1]) if start else 0
+        chosen = self.stored[low : int(self.ends[stop - 1])]
+        # Where no sample was chosen, nothing is read.
+        if not len(chosen):
+            return np.empty(0, POSITION)
+
+        data = b"".join(self._bytes_of(shard) for shard in range(start, stop))
+        records = self._checked(data, slice(start, stop))
+        first = self._first(start)
+        if isinstance(chosen, range):
+            return records[chosen.start - first : chosen.stop - first]
+        return records[chosen.astype(np.int64) - first]
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """The records of all samples in order, those of some tars at a time."""
+        ends = self.tars.ends
+        stop = 0
+        while stop < len(ends):
+            start = stop
+            stop = int(ends.searchsorted(self._first(start) + PIECE_SAMPLES))
+            stop = max(start + 1, stop)
+            yield self.records(start, stop)
+
+    @cached_property
+    def label(self) -> np.ndarray:
+        """int32 [samples]: positions in `classes`; NO_LABEL everywhere if there are none.
+
+        This one is held in memory.
+        """
+        return np.concatenate([piece["label"] for piece in self.pieces()])
 
 
-def read_shard(path: Path, *, offset: int, num_bytes: int) -> bytes:
-    """Bytes of one range. Raises what `read_range` does, and OSError if the file ends before."""
-    # A file that became shorter since the sizes were checked gives fewer bytes without an error.
-    data = read_range(path, offset=offset, num_bytes=num_bytes)
-    if len(data) < num_bytes:
-        raise OSError(f"ends after {offset + len(data)} bytes")
-    return data
+def _disagrees(file: Location | RemoteFile, split: str) -> UserError:
+    return UserError(
+        f"disagrees with {MANIFEST_NAME} (samples, tars, labels or offsets of {split!r})",
+        where=str(file),
+        next_step="make the shards again",
+    )
 
 
-def read_range(path: Path, *, offset: int, num_bytes: int) -> bytes:
-    """Bytes of one range; fewer at the end of the file. Repeated while storage fails.
-
-    Raises OSError if they are lost, StorageError if storage fails for longer, and UserError if the
-    file cannot be read for another reason.
-    """
-    try:
-        return retried_read(lambda: _read_once(path, offset, num_bytes), name=path)
-    except OSError as error:
-        if error.errno in DATA_LOSS_ERRNOS:
-            raise
-        raise not_read(
-            error,
-            path,
-            next_step="check the storage and the limits of this machine (ulimit -n, memory), then "
-            "run the same command again; if this file alone fails, copy it again",
-        ) from None
-
-
-def _read_once(path: Path, offset: int, num_bytes: int) -> bytes:
-    try:
-        # Kept by this name, so that no other thread closes it during the read.
-        file = _opened(path)
-        data = os.pread(file.fileno(), num_bytes, offset)
-        # A read that fails half-way returns its first half; the next one tells the error.
-        while len(data) < num_bytes:
-            more = os.pread(file.fileno(), num_bytes - len(data), offset + len(data))
-            if not more:
-                break  # the file ends
-            data += more
-    except OSError:
-        # A stale handle stays stale: the next attempt opens the file again.
-        _opened.cache_clear()
-        raise
-    return data
+def shard_entry(tars: Tars, shard: int, *, where: Path) -> ShardEntry:
+    """A row of a table of tars. Raises UserError for a name that leads out of the folder."""
+    name = tars.names[shard].as_py()
+    # Tars are opened by these names, and the table may be from elsewhere.
+    if not stays_inside(name):
+        raise UserError(
+            f"names the tar {name!r}, which may lie outside its folder",
+            where=where,
+            allowed="relative names without '..'",
+            next_step="do not use this folder unless you trust who made it",
+        )
+    first = int(tars.ends[shard - 1]) if shard else 0
+    return ShardEntry(
+        name=name,
+        samples=int(tars.ends[shard]) - first,
+        bytes=int(tars.num_bytes[shard]),
+        blake3=tars.hashes[shard].as_py().hex(),
+    )
 
 
-@lru_cache(maxsize=MAX_OPEN_SHARDS)
-def _opened(path: Path) -> FileIO:
-    """A file is closed when the cache forgets it."""
-    return open(path, "rb", buffering=0)
+def stored_file(
+    place: Location, stored: StoredFile | ShardEntry, settings: RemoteSettings
+) -> Path | RemoteFile:
+    """A file of a shard folder; one at a URL is read through the cache."""
+    if isinstance(place, Path):
+        return place
+    folder = open_cache(settings.cache_path)
+    limit = int(settings.cache_gib * 2**30)
+    return RemoteFile(place, stored.bytes, stored.blake3, folder, limit)
 
 
 def read_manifest(folder: Location | str) -> Manifest:
@@ -281,16 +439,15 @@ def read_manifest(folder: Location | str) -> Manifest:
             next_step="install the vitscale version that wrote it, or make the shards again",
         ) from None
 
-    # Tars are opened by these names: a manifest from elsewhere must not lead out of its folder.
-    for entry in manifest.splits.values():
-        for shard in entry.shards:
-            if not stays_inside(shard.name):
-                raise UserError(
-                    f"names the tar {shard.name!r}, which may lie outside its folder",
-                    where=path,
-                    allowed="relative names without '..'",
-                    next_step="do not use this folder unless you trust who made it",
-                )
+    # Files have these in their names: a manifest from elsewhere must not lead out of its folder.
+    for split in manifest.splits:
+        if "/" in split or not stays_inside(split):
+            raise UserError(
+                f"names the split {split!r}, whose files may lie outside its folder",
+                where=path,
+                allowed="names without '/'",
+                next_step="do not use this folder unless you trust who made it",
+            )
     return manifest
 
 
@@ -315,7 +472,8 @@ def read_split(
     remote_settings: RemoteSettings | None = None,
     check_files: bool = True,
 ) -> SplitIndex:
-    """Read the index of one split; check that local files exist with the right sizes.
+    """Open one split; check that local files exist with the right sizes, and what says where the
+    samples are, where that takes no time (`TARS_AT_START`, `SAMPLES_AT_START`).
 
     key: the setting that names the split. check_files: False where another rank checks them.
     Raises UserError, with all problems at once.
@@ -330,98 +488,77 @@ def read_split(
             next_step=f"set {key} to one of these" if key else None,
         )
     entry = manifest.splits[split]
-    shard_names = [shard.name for shard in entry.shards]
-
-    # The index is checked and fetched like the tars that it describes.
-    root = location_of_tars(folder, manifest)
-    files = [(folder / INDEX_NAME, manifest.index_bytes, manifest.index_blake3)]
-    files += [(root / shard.name, shard.bytes, shard.blake3) for shard in entry.shards]
-    if check_files:
-        check_sizes(
-            [file[:2] for file in files],
-            what=f"files of split {split!r}",
-            where=folder,
-            again="make the shards again",
-        )
     settings = remote_settings or RemoteSettings()
-    limit = int(settings.cache_gib * 2**30)
-    index_path, *shards = (
-        RemoteFile(place, num_bytes, digest, open_cache(settings.cache_path), limit)
-        if isinstance(place, Url)
-        else place
-        for place, num_bytes, digest in files
+    # The folder may have been made again since this process read it.
+    forget_opened()
+
+    root = location_of_tars(folder, manifest)
+    index = StoredFile(bytes=manifest.index_bytes, blake3=manifest.index_blake3)
+    stored = {
+        tars_name(split): entry.tars,
+        positions_name(split): entry.positions,
+        INDEX_NAME: index,
+    }
+    tars, positions, keys = (
+        stored_file(folder / name, file, settings) for name, file in stored.items()
     )
-    if isinstance(index_path, RemoteFile):
-        index_path = index_path.verified()
+    sizes = [
+        (place, file.bytes)
+        for place, file in zip((tars, positions, keys), stored.values(), strict=True)
+    ]
+    check_tars(split, sizes if check_files else [], where=folder)
 
-    names = ["shard", "offset", "length", "label", "blake3"]
-    # A name of its own: the type that was narrowed above is not known inside the closure.
-    path = index_path
-
-    def read() -> pa.Table:
-        with _SplitGroups(path, split) as groups:
-            return groups.read(names)
-
-    table = _read(path, read)
-    columns = {name: table.column(name).combine_chunks() for name in names}
-    offset, length, label = (_numpy(columns[name]) for name in names[1:4])
-    # Arrow stores each name once; a tar that the manifest does not name gets -1.
-    numbers = {name: number for number, name in enumerate(shard_names)}
-    stored_names = columns["shard"].dictionary.to_pylist()
-    number_of_name = np.array([numbers.get(name, -1) for name in stored_names])
-    shard_of = narrowed(number_of_name)[_numpy(columns["shard"].indices)]
-
-    # Training trusts these numbers, so they must agree with each other and with the manifest.
-    shard_bytes: np.ndarray = np.array([shard.bytes for shard in entry.shards])
-    counts = np.bincount(shard_of[shard_of >= 0], minlength=len(shards))
-    least = 0 if manifest.classes else NO_LABEL
-    agrees = (
-        len(label) == entry.num_samples
-        and tuple(counts) == entry.shard_lengths
-        and np.all(np.diff(shard_of) >= 0)
-        and np.all((label >= least) & (label < len(manifest.classes)))
-        and np.all((offset >= 0) & (length > 0))
-        and np.all(offset + length <= shard_bytes[shard_of])
-    )
-    if not agrees:
-        raise UserError(
-            f"disagrees with {MANIFEST_NAME} (samples, tars, labels or offsets of {split!r})",
-            where=folder / INDEX_NAME,
-            next_step="make the shards again",
-        )
-
-    # A hash is four words, of which the index keeps the first.
-    hashes = columns["blake3"]
-    words = np.frombuffer(hashes.buffers()[1], "<u8")[4 * hashes.offset :]
-
-    points: tuple[Path, ...] = ()
+    has_points = False
     if isinstance(folder, Path):
         points_folder = folder / FOLDER_NAME
-        if _read(points_folder, points_folder.is_dir):
-            points = tuple(entry_points_file(folder, name) for name in shard_names)
-
-    return SplitIndex(
+        has_points = _read(points_folder, points_folder.is_dir)
+    opened = SplitIndex(
         folder=folder,
         split=split,
-        shard_of=shard_of,
-        offset=narrowed(offset),
-        length=narrowed(length),
-        label=narrowed(label),
-        shards=tuple(shards),
-        shard_lengths=entry.shard_lengths,
+        root=root,
         classes=manifest.classes,
         fingerprint=entry.fingerprint,
         label_map_sha256=manifest.label_map_sha256,
-        hash_prefix=words[: 4 * len(hashes) : 4].copy(),
-        index_path=index_path,
+        entry=entry,
+        tars_path=tars.verified() if isinstance(tars, RemoteFile) else tars,
+        positions=positions,
+        keys=keys,
+        remote=settings,
+        stored=range(entry.num_samples),
         is_shuffled=manifest.shards_root == ".",
-        entry_points=points,
+        has_entry_points=has_points,
     )
 
+    ends = opened.tars.ends
+    if (
+        len(ends) != entry.num_tars
+        or ends[-1] != entry.num_samples
+        or entry.positions.bytes != POSITION.itemsize * entry.num_samples
+    ):
+        raise _disagrees(opened.tars_path, split)
+    if check_files and entry.num_tars <= TARS_AT_START:
+        entries = [
+            shard_entry(opened.tars, shard, where=opened.tars_path)
+            for shard in range(entry.num_tars)
+        ]
+        files = [(opened.root / shard.name, shard.bytes) for shard in entries]
+        check_tars(split, files, where=folder)
+    if check_files and entry.num_samples <= SAMPLES_AT_START:
+        for _ in opened.pieces():
+            pass
+    return opened
 
-def _numpy(numbers: pa.Array) -> np.ndarray:
-    """The same memory as a NumPy array. Arrow's own way imports pandas."""
-    return np.from_dlpack(numbers)
+
+def check_tars(
+    split: str, files: Sequence[tuple[Any, int]], *, where: Location
+) -> None:
+    """`check_sizes` of files of a split."""
+    check_sizes(
+        files,
+        what=f"files of split {split!r}",
+        where=where,
+        again="make the shards again",
+    )
 
 
 def check_sizes(
@@ -449,12 +586,6 @@ def check_sizes(
             where=where,
             next_step=f"copy the folder again, or {again}",
         )
-
-
-def narrowed(values: np.ndarray) -> np.ndarray:
-    """The same signed integers in fewer bytes: 20 instead of 32 per sample of ImageNet-21k."""
-    # The type of a negative number is signed, so that NO_LABEL fits.
-    return values.astype(np.min_scalar_type(-1 - int(values.max(initial=0))))
 
 
 def label_map_sha256(classes: Sequence[str]) -> str:
@@ -485,7 +616,7 @@ def _read(path: Path, read: Callable[[], Any]) -> Any:
 
     try:
         return retried_read(read, name=path)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         what = f"cannot be read ({error})"
         step = "make the shards again"
         raise UserError(what, where=path, next_step=step) from None
@@ -508,11 +639,10 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
         [read_text(path, where="data.only_keys").rstrip("\n")], pa.large_string()
     )
     wanted = pc.split_pattern(text, "\n").flatten()
-    stored = np.arange(index.num_samples) if index.stored is None else index.stored
 
     def search() -> tuple[np.ndarray, Any]:
-        """Which rows of the stored split are wanted, and their keys."""
-        is_wanted: list[pa.Array] = []
+        """Rows of the stored split that are wanted, and their keys."""
+        rows: list[np.ndarray] = []
         chosen: list[pa.Array] = []
         with _SplitGroups(index.index_path, index.split) as groups:
             # Many at once: each search hashes all keys of the file first.
@@ -520,14 +650,19 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
                 table = groups.read(["key"], start, start + GROUPS_AT_ONCE)
                 keys = table.column("key").cast(wanted.type)
                 mask = pc.is_in(keys, value_set=wanted)
-                is_wanted += mask.chunks
+                first = int(groups.ends[start - 1]) if start else 0
+                found = np.flatnonzero(mask.to_numpy()) + first
+                rows.append(found.astype(index.narrow))
                 chosen += keys.filter(mask).chunks
-        masks = pa.chunked_array(is_wanted, pa.bool_())
-        return masks.to_numpy(), pa.chunked_array(chosen, wanted.type)
+        return np.concatenate(rows), pa.chunked_array(chosen, wanted.type)
 
-    is_wanted, chosen = _read(index.index_path, search)
+    found, chosen = _read(index.index_path, search)
     # Every stored row was searched; only those that this index still has may be chosen.
-    rows = np.flatnonzero(is_wanted[stored])
+    if isinstance(index.stored, range):
+        is_here = (found >= index.stored.start) & (found < index.stored.stop)
+        rows = found[is_here] - index.stored.start
+    else:
+        rows = np.flatnonzero(np.isin(index.stored, found))
     if not len(rows):
         (example,) = sample_keys(index, [0])
         raise UserError(
@@ -556,7 +691,7 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
         )
 
     # A resumed run compares this hash: the file of keys may have changed in the meantime.
-    digest = hashlib.sha256(stored[rows].astype("<i8").tobytes()).hexdigest()
+    digest = hashlib.sha256(index.rows_of(rows).astype("<i8").tobytes()).hexdigest()
     subset = index.subset(rows, name=f"keys {digest}")
     return replace(subset, key_hash=digest, note=note)
 
@@ -566,10 +701,10 @@ def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
 
     Reads only the row groups that hold them, one after the other.
     """
-    rows = np.asarray(samples, np.int64)
-    if index.stored is not None:
-        rows = index.stored[rows]
-    keys: list[str] = _read(index.index_path, lambda: _keys_of_rows(index, rows))
+    rows = index.rows_of(np.asarray(samples, np.int64))
+    keys: list[str] = _read(
+        index.index_path, lambda: _keys_of_rows(index, rows.astype(np.int64))
+    )
     return keys
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,18 +25,30 @@ ORDER_VERSION = 1
 # Shards that are mixed at a time. More mix better; fewer need less space in a cache.
 BLOCK_SHARDS = 16
 MIXTURE_BLOCK = 1 << 14
+# Shards that show whether all are mixed: 64 blocks.
+MIXED_SHARDS = 1024
 # Positions that show different samples once each before their repeats come.
 REPEAT_BLOCK = 64
 MILLION = 1_000_000
 REMEMBERED = 3
 
 
+class Ordered(Protocol):
+    """What the order needs of a split."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def ends(self) -> np.ndarray:
+        """int64 [shards]: samples up to the end of each shard."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleOrder:
     """The infinite sequence of samples of one split."""
 
-    shard_lengths: tuple[int, ...]
-    fingerprint: str
+    split: Ordered
     seed: int
     # Caches per order: a mixture of many sets would thrash a shared one.
     _recent_epochs: dict[int, tuple[np.ndarray, np.ndarray]] = field(
@@ -44,14 +56,14 @@ class SampleOrder:
     )
     _recent_blocks: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
-    @cached_property
-    def first_samples(self) -> np.ndarray:
-        """int64 [shards + 1]: number of the first sample of each shard."""
-        return np.cumsum([0, *self.shard_lengths])
-
-    @cached_property
+    @property
     def num_samples(self) -> int:
-        return int(self.first_samples[-1])
+        return int(self.split.ends[-1])
+
+    def samples_of(self, shard: int) -> range:
+        """The samples of a shard."""
+        ends = self.split.ends
+        return range(int(ends[shard - 1]) if shard else 0, int(ends[shard]))
 
     def at(self, position: int) -> tuple[int, int]:
         """(epoch, sample) at a position counted from the start of training. O(block)."""
@@ -73,10 +85,12 @@ class SampleOrder:
     def _blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Permuted shard numbers, and the offset of each block in the epoch."""
         if epoch not in self._recent_epochs:
-            key = stream_key("shards", self.fingerprint, self.seed, epoch)
-            shards = permutation(len(self.shard_lengths), key=key)
-            lengths = np.diff(self.first_samples)[shards]
-            starts = (np.cumsum(lengths) - lengths)[::BLOCK_SHARDS]
+            ends = self.split.ends
+            key = stream_key("shards", self.split.fingerprint, self.seed, epoch)
+            # Every process has its own: four bytes a shard.
+            shards = permutation(len(ends), key=key).astype(np.uint32)
+            lengths = np.diff(ends, prepend=0)[shards]
+            starts = (np.cumsum(lengths) - lengths)[::BLOCK_SHARDS].copy()
             _remember(self._recent_epochs, epoch, (shards, starts))
         return self._recent_epochs[epoch]
 
@@ -84,12 +98,11 @@ class SampleOrder:
         """Samples of one block, in order."""
         if (epoch, block) not in self._recent_blocks:
             shards, _ = self._blocks(epoch)
-            first = self.first_samples
-            chosen = shards[block * BLOCK_SHARDS : (block + 1) * BLOCK_SHARDS]
-            spans = [np.arange(first[shard], first[shard + 1]) for shard in chosen]
-            samples = np.concatenate(spans)
+            chosen = shards[block * BLOCK_SHARDS : (block + 1) * BLOCK_SHARDS].tolist()
+            spans = [self.samples_of(shard) for shard in chosen]
+            samples = np.concatenate([np.arange(s.start, s.stop) for s in spans])
 
-            key = stream_key("samples", self.fingerprint, self.seed, epoch, block)
+            key = stream_key("samples", self.split.fingerprint, self.seed, epoch, block)
             permuted = samples[permutation(len(samples), key=key)]
             _remember(self._recent_blocks, (epoch, block), permuted)
         return self._recent_blocks[epoch, block]
@@ -102,8 +115,13 @@ def _remember(recent: dict[Any, Any], key: Any, value: Any) -> None:
     recent[key] = value
 
 
+def some_shards(num: int) -> np.ndarray:
+    """Shards that stand for all in `check_mixed`: all of a few, or a random choice, in order."""
+    return np.sort(np.random.default_rng(0).permutation(num)[:MIXED_SHARDS])
+
+
 def check_mixed(
-    labels: np.ndarray, *, shard_lengths: Sequence[int], where: str
+    labels: np.ndarray, *, shard_lengths: Sequence[int] | np.ndarray, where: str
 ) -> None:
     """Raise UserError for tars sorted by class, which the blocks of an epoch do not mix.
 
@@ -198,7 +216,7 @@ def _mixture_block(order: TrainingOrder, block: int) -> tuple[np.ndarray, np.nda
         [np.arange(*span) for span in zip(starts, ends, strict=True)]
     )
 
-    names = tuple(part.fingerprint for part in order.parts)
+    names = tuple(part.split.fingerprint for part in order.parts)
     chosen = permutation(
         MIXTURE_BLOCK, key=stream_key("mixture", names, order.parts[0].seed, block)
     )

@@ -20,7 +20,7 @@ import torch
 from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex, sample_names
 from vitscale.data.order import Draw
-from vitscale.data.remote import RemoteFile, prefetch
+from vitscale.data.remote import prefetch
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet
 from vitscale.data.webdataset import tar_samples
@@ -74,7 +74,7 @@ def unreadable_sample(
 ) -> Unreadable:
     """The record of a sample of an index that gave this error."""
     return Unreadable(
-        part, sample, str(index.shards[index.shard_of[sample]]), reason_of(error)
+        part, sample, str(index.tar(index.shard_of(sample))), reason_of(error)
     )
 
 
@@ -228,17 +228,17 @@ class TrainingSamples(Samples):
 
     def prefetch(self, positions: Sequence[int]) -> None:
         """Fetch remote shards of this block of the order and the next in the background."""
-        if not any(isinstance(part.shards[0], RemoteFile) for part in self.parts):
+        if not any(part.is_remote for part in self.parts):
             return
         ahead = []
         for part, draw in {
             draw.part: draw for draw in map(self.order.at, positions)
         }.items():
             index = self.parts[part]
-            shard = int(index.shard_of[draw.sample])
+            shard = index.shard_of(draw.sample)
             numbers = self.order.parts[part].shards_ahead(epoch=draw.epoch, shard=shard)
             for number in numbers:
-                ahead.append(index.shards[number])
+                ahead.append(index.tar(number))
                 if self.targets is not None:
                     ahead.append(self.targets.file(part, draw.epoch, number))
         prefetch(ahead)
@@ -261,8 +261,8 @@ class TrainingSamples(Samples):
         unreadable: list[Unreadable] = []
         if self.targets is not None:
             # Of a substitute, teachers have said it in the same place.
-            shard = int(index.shard_of[draw.sample])
-            row = draw.sample - int(self.order.parts[draw.part].first_samples[shard])
+            shard = index.shard_of(draw.sample)
+            row = draw.sample - self.order.parts[draw.part].samples_of(shard).start
             file = self.targets.file(draw.part, draw.epoch, shard)
             stored = np.frombuffer(self.targets.read(file, row), np.uint8)
             out[self.num_pixels :].numpy()[:] = stored
@@ -275,10 +275,11 @@ class TrainingSamples(Samples):
                 key = ("substitute", self.augmentation.seed, *draw[:3], attempt)
                 sample = stream_key(*key) % index.num_samples
             try:
-                data = index.read(sample, verify=position % VERIFY_EVERY == 0)
-                entry_points = index.entry_points_of(sample)
+                place = index.locate(sample)
+                data = index.read(place, verify=position % VERIFY_EVERY == 0)
+                entry_points = index.entry_points_of(place)
                 self.augmentation.write(data, draw, out, entry_points=entry_points)
-                return int(index.label[sample]), unreadable
+                return place.label, unreadable
             except UserError:
                 # With a substitute for an outage, runs would not be deterministic.
                 raise

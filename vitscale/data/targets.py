@@ -13,12 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from vitscale.config.errors import UserError
 from vitscale.config.section import Problems
-from vitscale.data.index import SplitIndex, check_sizes, read_file, read_shard
+from vitscale.data.index import SplitIndex, check_sizes, read_file
 from vitscale.data.order import ORDER_VERSION
+from vitscale.data.positions import read_shard
 from vitscale.data.remote import (
     HASH_BYTES,
     Location,
@@ -141,7 +143,7 @@ class StoredTargets:
     header: Header
     fingerprint: str
     """Hash of the whole header."""
-    lengths: Sequence[Sequence[int]]
+    lengths: Sequence[np.ndarray]
     """Samples of each tar of each set of shards."""
     remote: RemoteSettings
 
@@ -153,7 +155,7 @@ class StoredTargets:
             return place
         return RemoteFile(
             place,
-            self.lengths[part][shard] * self.header.row_bytes,
+            int(self.lengths[part][shard]) * self.header.row_bytes,
             self.header.files[name],
             open_cache(self.remote.cache_path),
             int(self.remote.cache_gib * 2**30),
@@ -209,7 +211,7 @@ def open_targets(
         files = [
             (targets.file(part, view, shard), length * header.row_bytes)
             for part, of_shard in enumerate(lengths)
-            for shard, length in enumerate(of_shard)
+            for shard, length in enumerate(of_shard.tolist())
             for view in range(header.views)
         ]
         check_sizes(files, what="targets", where=folder, again=AGAIN)

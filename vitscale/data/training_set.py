@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from vitscale.config.errors import UserError
 from vitscale.data.class_names import closest
 from vitscale.data.index import (
     MANIFEST_NAME,
+    PIECE_SAMPLES,
     SplitIndex,
     choose_by_key,
     label_map_sha256,
@@ -25,11 +24,13 @@ from vitscale.data.index import (
     read_split,
 )
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
-from vitscale.data.remote import RemoteFile
 from vitscale.data.settings import DataSettings, RemoteSettings
 from vitscale.data.targets import StoredTargets, images_of, open_targets
 from vitscale.data.webdataset import tars_of_split
-from vitscale.distributed.random_numbers import permutation, stream_key
+from vitscale.distributed.random_numbers import GOLDEN, splitmix, stream_key
+
+# Bits of the table of the hashes that are held out: 16 MiB.
+HELD_BITS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +87,9 @@ def open_training_set(
         name = f"{num_dev} drawn for evaluation"
         if first.is_shuffled:
             name = f"last {num_dev}"
-        rows = _in_random_order(first)
-        dev = first.subset(np.sort(rows[-num_dev:]), name=name)
-        first = first.subset(np.sort(rows[:-num_dev]), name=f"without the {name}")
+        rest, tail = _cut(first, first.num_samples - num_dev)
+        dev = first.subset(tail, name=name)
+        first = first.subset(rest, name=f"without the {name}")
 
     parts = [first, *(read(mixed_in.path) for mixed_in in settings.mixture)]
     for number, part in enumerate(parts[1:]):
@@ -119,12 +120,7 @@ def open_training_set(
     _check_cache(parts, settings.remote)
     shares = [round(mixed_in.share * MILLION) for mixed_in in settings.mixture]
 
-    orders = (
-        SampleOrder(
-            shard_lengths=part.shard_lengths, fingerprint=part.fingerprint, seed=seed
-        )
-        for part in parts
-    )
+    orders = (SampleOrder(split=part, seed=seed) for part in parts)
     order = TrainingOrder(
         parts=tuple(orders),
         shares=(MILLION - sum(shares), *shares),
@@ -218,12 +214,21 @@ def open_val_split(
 
 
 def _num_shared(held_out: SplitIndex, part: SplitIndex) -> int:
-    """Number of images of a part that are held out, by their bytes: copies have the same.
+    """Number of images of a part that are held out, by their bytes: copies have the same."""
+    held = np.concatenate([each["hash"] for each in held_out.pieces()])
+    held.sort()
+    # A table of the first bits passes few of the others, so that the search is rarely made.
+    may_be_held = np.zeros(1 << HELD_BITS, bool)
+    shift = np.uint64(64 - HELD_BITS)
+    may_be_held[held >> shift] = True
 
-    A hash table of the smaller set takes a second for 14 million; NumPy sorts both for 25.
-    """
-    held = pa.array(held_out.hash_prefix)
-    return int(pc.is_in(pa.array(part.hash_prefix), held).true_count)
+    num = 0
+    for each in part.pieces():
+        hashes = each["hash"]
+        hashes = hashes[may_be_held[hashes >> shift]]
+        places = np.searchsorted(held, hashes)
+        num += int((held[np.minimum(places, len(held) - 1)] == hashes).sum())
+    return num
 
 
 def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
@@ -231,7 +236,7 @@ def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
     if settings.first_percent < 100:
         num = settings.num_first(index.num_samples)
         name = f"first {num}" if index.is_shuffled else f"{num} drawn"
-        index = index.subset(np.sort(_in_random_order(index)[:num]), name=name)
+        index = index.subset(_cut(index, num)[0], name=name)
     if settings.only_classes:
         index = _of_classes(index, settings.only_classes)
     if settings.only_keys:
@@ -252,7 +257,7 @@ def _of_classes(index: SplitIndex, names: Sequence[str]) -> SplitIndex:
         )
 
     labels = [index.classes.index(name) for name in names]
-    rows = np.flatnonzero(np.isin(index.label, labels))
+    rows = _rows(index, (np.isin(each["label"], labels) for each in index.pieces()))
     if not len(rows):
         raise UserError(
             f"none of the {index.num_samples} samples of {index.split!r} has one of these classes",
@@ -262,11 +267,31 @@ def _of_classes(index: SplitIndex, names: Sequence[str]) -> SplitIndex:
     return index.subset(rows, name=f"labels {sorted(set(labels))}")
 
 
-def _in_random_order(index: SplitIndex) -> np.ndarray:
-    """Return the samples so that each part is a random subset: external tars may be sorted."""
+def _cut(index: SplitIndex, num: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:
+    """Cut the samples into the first `num` and the rest, so that each is a random subset.
+
+    External tars may be sorted, so theirs are the first of a permutation.
+    """
     if index.is_shuffled:
-        return np.arange(index.num_samples)
-    return permutation(index.num_samples, key=stream_key("subset", index.fingerprint))
+        return slice(0, num), slice(num, None)
+    # Those with the smallest hashes, as `permutation` sorts them: equal ones do not exist.
+    key = stream_key("subset", index.fingerprint)
+    hashes = np.empty(index.num_samples, np.uint64)
+    for start in range(0, len(hashes), PIECE_SAMPLES):
+        part = hashes[start : start + PIECE_SAMPLES]
+        part[:] = splitmix((key + start * GOLDEN) % (1 << 64), len(part))
+    is_first = hashes <= np.partition(hashes, num - 1)[num - 1]
+    return _rows(index, [is_first]), _rows(index, [~is_first])
+
+
+def _rows(index: SplitIndex, masks: Iterable[np.ndarray]) -> np.ndarray:
+    """Numbers of the samples that a mask has, which comes in pieces."""
+    rows = []
+    first = 0
+    for mask in masks:
+        rows.append((np.flatnonzero(mask) + first).astype(index.narrow))
+        first += len(mask)
+    return np.concatenate(rows)
 
 
 def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -> None:
@@ -274,8 +299,8 @@ def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -
     needed = 0
     for part in parts:
         # Shards of one block per set are read at once; the largest ones are the worst case.
-        sizes = [each.num_bytes for each in part.shards if isinstance(each, RemoteFile)]
-        needed += sum(sorted(sizes)[-BLOCK_SHARDS:])
+        if part.is_remote:
+            needed += int(np.sort(part.tars.num_bytes)[-BLOCK_SHARDS:].sum())
     if needed > remote_settings.cache_gib * 2**30:
         raise UserError(
             f"less than the {BLOCK_SHARDS} largest shards of each set, which are read at once",

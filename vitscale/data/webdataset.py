@@ -24,7 +24,8 @@ from random import Random
 from typing import Any, BinaryIO, cast
 
 from vitscale.config.errors import UserError, not_read
-from vitscale.data.index import NO_LABEL, read_range
+from vitscale.data.index import NO_LABEL
+from vitscale.data.positions import read_range
 from vitscale.data.tar_members import members
 from vitscale.distributed.atomic_files import retried_read
 from vitscale.distributed.random_numbers import permutation, stream_key

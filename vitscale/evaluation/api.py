@@ -171,8 +171,9 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         return self._index.num_samples
 
     def __getitem__(self, number: int) -> tuple[Any, int]:
+        place = self._index.locate(number)
         try:
-            pixels_HW3 = Decoder().whole(self._index.read(number))
+            pixels_HW3 = Decoder().whole(self._index.read(place))
         except UserError:
             # Outages and wrong settings have an error of their own, which names the cause.
             raise
@@ -186,4 +187,4 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         image: Any = Image.fromarray(pixels_HW3.numpy())
         if self.transform:
             image = self.transform(image)
-        return image, int(self._index.label[number])
+        return image, place.label

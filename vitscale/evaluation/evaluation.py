@@ -377,9 +377,7 @@ class Probe(Evaluation):
 
 def _rows(index: SplitIndex) -> np.ndarray:
     """The numbers of the samples in the stored split."""
-    if index.stored is None:
-        return np.arange(index.num_samples)
-    return index.stored
+    return index.rows_of(np.arange(index.num_samples))
 
 
 class PassEvaluation(Evaluation):

@@ -103,14 +103,18 @@ class EvaluationSamples(Samples):
     def prefetch(self, samples: Sequence[int]) -> None:
         """Fetch the remote shards of a batch, and the two after them, in the background."""
         # Evaluations read shards in their stored order, so the next ones are known.
-        numbers = self.index.shard_of[samples]
-        prefetch(self.index.shards[int(numbers.min()) : int(numbers.max()) + 3])
+        if not self.index.is_remote:
+            return
+        numbers = [self.index.shard_of(sample) for sample in samples]
+        stop = min(max(numbers) + 3, self.index.entry.num_tars)
+        prefetch([self.index.tar(number) for number in range(min(numbers), stop)])
 
     def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write an image. There is no substitute, which would change the metric."""
         unreadable = []
+        place = self.index.locate(sample)
         try:
-            self.resize(self.index.read(sample), out)
+            self.resize(self.index.read(place), out)
         except UserError:
             raise
         except (OSError, ValueError) as error:
@@ -124,7 +128,7 @@ class EvaluationSamples(Samples):
 
             # A fixed content, so that two runs see the same batch.
             out.zero_()
-        return int(self.index.label[sample]), unreadable
+        return place.label, unreadable
 
 
 def evaluation_batches(

@@ -34,7 +34,7 @@ from vitscale.engine.device_batches import Normalization
 from vitscale.models.interface import round_weights
 from vitscale.models.positions import fixed_positions
 from vitscale.models.registry import MODELS, ModelSettings
-from vitscale.models.settings import Architecture
+from vitscale.models.settings import Architecture, TimmSettings
 from vitscale.models.weights.files import CLASSES_NAME, CONFIG, SUFFIXES, Weights
 from vitscale.models.weights.hub import HUB, fetch
 from vitscale.models.weights.reading import PREPROCESSING, is_external, read_weights
@@ -237,12 +237,19 @@ def open_model(
     if model is not None:
         given |= model.model_fields_set
     values = {**source.preprocessing, **(preprocessing or {})}
+    origin = f"{source.format}{_assumed(source, arch, given=given)}"
+    # The same tensors under another name may have another activation or pool.
+    if isinstance(arch, TimmSettings):
+        stated = str(source.known.get("model", arch.model))
+        # A tag after the dot names weights, not a model.
+        if stated.partition(".")[0] != arch.model.partition(".")[0]:
+            origin += f"; warning: computed as {arch.title}"
     return TrainedModel(
         network=network.eval(),
         arch=arch,
         preprocessing=Preprocessing(**{**values, "image_size": arch.image_size}),
         classes=source.names_of(arch.num_classes),
-        source=f"{source.format}{_assumed(source, arch, given=given)}",
+        source=origin,
         independent=source.independent,
         run=run,
     )

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
 import torch
-from timm.models import PretrainedCfg, get_pretrained_cfg, group_parameters
+from timm.models import (
+    PretrainedCfg,
+    get_pretrained_cfg,
+    group_parameters,
+    vision_transformer,
+)
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -89,9 +94,7 @@ class TimmModel(nn.Module):
         given = _compared(weights, left_out)
 
         # timm's own function changes positions and kernels to the sizes of the model.
-        resample = getattr(
-            sys.modules[type(self).__module__], "checkpoint_filter_fn", None
-        )
+        resample = _resampler(self)
         if resample is not None:
             has_other_patches = any(
                 _differ_in_pixels(tensor, given.get(name))
@@ -108,6 +111,27 @@ class TimmModel(nn.Module):
 
         refuse_misfits(target, given, where=where, next_step=next_step)
         self.load_state_dict(given, strict=False)
+
+
+def _resampler(model: Any) -> Callable[..., dict[str, torch.Tensor]] | None:
+    """timm's function that resizes weights for a model, with the arguments timm has for it."""
+    module = sys.modules[type(model).__module__]
+    resample = getattr(module, "checkpoint_filter_fn", None)
+    name = model.pretrained_cfg["architecture"]
+    if module is not vision_transformer or not is_resized_bilinearly(name):
+        return resample
+
+    # What `_create_vision_transformer` passes for them.
+    options: dict[str, Any] = {"interpolation": "bilinear", "antialias": False}
+    if "radio" in name:
+        aligned = vision_transformer._RADIO_ALIGN_CORNERS
+        options["align_corners"] = any(part in name for part in aligned)
+    return partial(vision_transformer.checkpoint_filter_fn, **options)
+
+
+def is_resized_bilinearly(name: str) -> bool:
+    """Whether timm resizes positions and patches of this model otherwise than those of others."""
+    return "flexi" in name or "radio" in name
 
 
 def _compared(

@@ -46,7 +46,8 @@ class FrozenModel:
     model: InferenceModel
     opened: TrainedModel
     fingerprint: str
-    """Hashes of the files with its weights, or where these are."""
+    """Hashes of the files with its weights, or where these are, and what the same weights would be
+    another teacher without: model, image size, mean and std."""
 
     @torch.no_grad()
     def forward(self, images_B3SS: torch.Tensor, output: str) -> Any:
@@ -88,8 +89,7 @@ class FeatureTeacher:
 
     @property
     def fingerprint(self) -> str:
-        """Of its weights, and of the size at which it sees images."""
-        return f"{self.frozen.fingerprint} at {self.frozen.opened.arch.image_size} px"
+        return self.frozen.fingerprint
 
     @property
     def num_parameters(self) -> int:
@@ -230,8 +230,11 @@ def open_feature_teacher(settings: TeacherSettings, **how: Any) -> FeatureTeache
     grid = None
     network: Any = frozen.model.network
     if hasattr(network, "num_prefix_tokens"):
-        # timm leaves out the pixels at the border.
-        patch_size = network.patch_embed.feat_ratio()
+        # Plain patches leave out the pixels at the border. Stems of convolutions, which have no
+        # ratio, pad it instead.
+        patch_embed = getattr(network, "patch_embed", None)
+        ratio = getattr(patch_embed, "feat_ratio", lambda: 1)
+        patch_size = ratio()
         if size % patch_size:
             raise UserError(
                 f"{size} px is no multiple of the {patch_size} px patch",
@@ -278,6 +281,11 @@ def _open(
     fingerprint = opened.source
     if weights.exists():
         fingerprint = " ".join(map(blake3_of_file, files))
+    # Names of timm share weights, but not activations, pixels or pools.
+    arch = opened.arch
+    pixels = opened.preprocessing
+    fingerprint += f" as {arch.title} at {arch.image_size} px, "
+    fingerprint += f"mean {pixels.mean}, std {pixels.std}"
 
     # Its forward pass runs beside the student's in every step, so it must be as fast.
     dtype = resolve_precision(engine, world.device)

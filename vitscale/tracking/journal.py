@@ -231,12 +231,16 @@ def item_progress(
         last_line = now
         # Neither factor is zero, also right after the start.
         rate = max(done, 1) / max(now - start, 1e-9)
+        # A teacher on a CPU may take seconds for an image.
+        digits = 0
+        if rate < 10:
+            digits = 2
         hours, seconds = divmod(round((total - done) / rate), 3600)
         left = f"{seconds:,} s left"
         if hours:
             left = f"{hours:,} h {seconds // 60} min left"
         print(
-            f"{title}: {done:,} of {total:,}, {rate:,.0f} {unit}/s, {left}",
+            f"{title}: {done:,} of {total:,}, {rate:,.{digits}f} {unit}/s, {left}",
             file=file,
             flush=True,
         )

@@ -285,10 +285,14 @@ class TrainingSession:
         """Restore the engine, and say what a user may not expect of this start."""
         if checkpoint is not None:
             restore_engine(self.engine, checkpoint)
-            self._messages += changes_since_start(self.folder, self.run)
+            # A branch has no last start of its own.
+            last = checkpoint.folder.parent.parent
             begins = f"resuming {self.folder}"
+            what = "changed since the last start"
             if self._is_new:
-                begins = f"a branch of {checkpoint.folder.parent.parent}"
+                begins = f"a branch of {last}"
+                what = "settings other than those of the trunk"
+            self._messages += changes_since_start(last, self.run, what=what)
             self._messages.append(f"{begins} at step {self.start_step}")
         if self.run.data.is_streamed:
             self._messages.append(
@@ -851,15 +855,20 @@ def compatibility_key(
     } | agreed
 
 
-def changes_since_start(folder: Path, run: TrainingRun) -> list[str]:
-    """Lines that list how the settings differ from the last start's; such changes are no error."""
+def changes_since_start(
+    folder: Path, run: TrainingRun, *, what: str = "changed since the last start"
+) -> list[str]:
+    """Lines that list how the settings differ from the last start's; such changes are no error.
+
+    what: says of which start, where it is not that of the run.
+    """
     rows = [
         f"    {key}: {before or 'not set'} -> {now or 'not set'}"
         for key, (before, now) in _changes(folder, run).items()
     ]
     if not rows:
         return []
-    return ["changed since the last start:", *rows]
+    return [f"{what}:", *rows]
 
 
 def refuse_other_start(folder: Path, run: TrainingRun) -> None:

@@ -4,9 +4,11 @@ import errno
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +19,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from blake3 import blake3
 
+from benchmarks.billion import make_index
+from benchmarks.billion import opened as synthetic_set
 from data_prep.formats import index_files
-from data_prep.formats.index_files import write_index
+from data_prep.formats.index_files import (
+    shards_of_split,
+    write_index,
+    write_split,
+)
 from tests.support.corpora.shard_folders import make_shard_folder, write_shard_folder
 from tests.support.tables import every, refused, rows
 from vitscale.config.errors import StorageError, UserError
@@ -30,12 +39,11 @@ from vitscale.data.index import (
     MANIFEST_NAME,
     SplitIndex,
     choose_by_key,
-    narrowed,
+    read_manifest,
     read_split,
     sample_keys,
     sample_names,
 )
-from vitscale.data.remote import RemoteFile, Url
 from vitscale.data.settings import DataSettings, RemoteSettings
 from vitscale.data.training_set import (
     TrainingSet,
@@ -45,6 +53,7 @@ from vitscale.data.training_set import (
 )
 from vitscale.data.webdataset import tar_samples, tars_of_split
 from vitscale.distributed import atomic_files
+from vitscale.distributed.random_numbers import splitmix
 
 
 def edit_manifest(folder: Path, **changes):
@@ -88,36 +97,23 @@ def test_a_split_is_read_without_the_others(shards):
     rows = rows_of_split(shards, "train")
 
     # The lengths that the fixture asks for: three shards of 7, 7 and 6 samples.
-    shard_lengths = np.bincount(index.shard_of)
-    assert shard_lengths.tolist() == [7, 7, 6]
-    assert sorted(index.shard_of) == index.shard_of.tolist()
-    for name in ("offset", "length"):
-        column = getattr(index, name)
-        assert column.tolist() == [row[name] for row in rows]
+    assert index.shard_lengths.tolist() == [7, 7, 6]
 
     # Classes are numbered in the order of their names.
     assert index.label.tolist() == [0, 1] * 10
     assert index.classes == ("cat", "dog")
 
     # The first eight bytes tell whether a sample was damaged.
-    for row, prefix in zip(rows, index.hash_prefix.tolist(), strict=True):
-        first_bytes = row["blake3"][:8]
-        assert prefix == int.from_bytes(first_bytes, "little")
+    assert index.num_samples == len(rows)
+    for number, row in enumerate(rows):
+        place = index.locate(number)
+        assert place.tar == shards / row["shard"]
+        assert place.offset == row["offset"]
+        assert place.length == row["length"]
+        assert place.label == row["label"]
+        assert place.hash_prefix == int.from_bytes(row["blake3"][:8], "little")
+        assert blake3(index.read(number)).digest() == row["blake3"]
     assert keys(index) == NAMES
-
-
-# The number of classes of ImageNet-21k; the largest value of a type, and one more.
-@rows("""
-- [value, dtype]
-- [-1, int8]
-- [21842, int16]
-- [2147483647, int32]
-- [2147483648, int64]
-""")
-def test_columns_are_as_narrow_as_their_values(value, dtype):
-    column = narrowed(np.array([0, value]))
-    assert column.tolist() == [0, value]
-    assert column.dtype == dtype
 
 
 @pytest.fixture
@@ -319,6 +315,8 @@ READS = {
 - [read, name]
 - [index, manifest.json]
 - [index, index.parquet]
+- [index, positions-train.bin]
+- [index, tars-train.arrow]
 - [index, train-000001.tar]
 - [index, entry_points]
 - [listing, copy]
@@ -390,7 +388,7 @@ def test_missing_and_shortened_tars_are_all_named(copy):
     text = str(caught.value)
     assert "train-000000.tar: missing" in text
     assert "train-000002.tar: 5 bytes, but the manifest says " in text
-    assert "2 of 4 files" in text
+    assert "2 of 3 files" in text
     assert "make the shards again" in text
 
     # Splits that no tar is missing from can still be evaluated.
@@ -407,7 +405,7 @@ def test_missing_and_shortened_tars_are_all_named(copy):
 # A manifest of another version or form, and three that contradict the index.
 @rows("""
 - [changes, message]
-- [{format_version: 99}, "format_version: Input should be 2"]
+- [{format_version: 99}, "format_version: Input should be 3"]
 - [{splits: {train: {}}}, "is not a valid manifest .splits.train.num_samples: "]
 - [{index_bytes: 3}, but the manifest says 3]
 - [{classes: []}, disagrees with manifest.json]
@@ -419,39 +417,166 @@ def test_a_manifest_that_does_not_fit_is_refused(copy, changes, message):
         read_split(copy, split="train")
 
 
-def test_rows_that_no_preparation_writes_are_refused(copy):
-    path = copy / INDEX_NAME
-    table = pq.read_table(path)
+def stored_anew(folder: Path, column: str, value: int, **changes):
+    """Write the places of `train` again, with one value in a column of all rows."""
+    table = pq.read_table(folder / INDEX_NAME)
+    table = table.filter(pc.equal(table["split"], "train"))
+    number = table.schema.get_field_index(column)
+    kind = table.schema.field(number).type
+    table = table.set_column(number, column, pa.array([value] * len(table), kind))
+    manifest = read_manifest(folder)
+    shards = [*shards_of_split(folder, "train", manifest.splits["train"])]
+    starts = (0, 7, 14)
+    tars = [
+        (shard, table[start : start + shard.samples])
+        for shard, start in zip(shards, starts, strict=True)
+    ]
+    entry = write_split(folder, split="train", tars=tars)
+    splits = manifest.splits | {"train": entry}
+    edit_manifest(folder, **asdict(replace(manifest, splits=splits)), **changes)
 
-    # Splits in the wrong order, and samples without bytes.
-    zeros = pa.array([0] * len(table))
-    without_bytes = table.set_column(4, "length", zeros)
-    for changed in (table[::-1], without_bytes):
-        write_index(copy, tables=[changed.cast(table.schema)])
 
-        # The manifest holds the file's size, which is not what this test is about.
-        edit_manifest(copy, index_bytes=path.stat().st_size)
-        with refused("disagrees with manifest.json|do not say which split"):
-            read_split(copy, split="train")
+# No bytes, behind the end of the tar, and no class.
+@rows("""
+- [column, value]
+- [length, 0]
+- [length, 1000000]
+- [offset, 512000000]
+- [label, 2]
+- [label, -1]
+""")
+@every(at_start=[True, False])
+def test_places_that_no_preparation_writes_are_refused(
+    copy, column, value, at_start, monkeypatch
+):
+    stored_anew(copy, column, value)
+    if not at_start:
+        monkeypatch.setattr(index_module, "SAMPLES_AT_START", 0)
+    with refused("disagrees with manifest.json"):
+        read_split(copy, split="train").read(9)
+
+
+def test_an_image_between_blocks_is_refused(copy):
+    """No tar has one, and its place could not be stored."""
+    with refused("begin at a multiple of 512 bytes"):
+        stored_anew(copy, "offset", 513)
+    with refused("within 2 TiB"):
+        stored_anew(copy, "offset", 1 << 41)
 
 
 @every(classes=[(), ("cat", "dog")])
 def test_samples_have_no_label_if_there_are_no_classes(copy, classes):
-    path = copy / INDEX_NAME
-    table = pq.read_table(path)
-    no_labels = pa.array([-1] * len(table), pa.int32())
-    number = table.schema.get_field_index("label")
-    table = table.set_column(number, "label", no_labels)
-
-    # The four rows of `test`, then those of `train`.
-    write_index(copy, tables=[table[:4], table[4:]])
-    edit_manifest(copy, classes=classes, index_bytes=path.stat().st_size)
+    stored_anew(copy, "label", -1)
+    edit_manifest(copy, classes=classes)
 
     # Classes without a single label would train on nothing.
     is_refused = refused("disagrees with manifest.json")
     with is_refused if classes else nullcontext():
         index = read_split(copy, split="train")
         assert set(index.label.tolist()) == {-1}
+
+
+@every(at_start=[True, False])
+def test_a_flipped_bit_in_a_place_is_found(copy, at_start, monkeypatch):
+    """By the hash of the records of its tar; the other tars can be read."""
+    if not at_start:
+        monkeypatch.setattr(index_module, "SAMPLES_AT_START", 0)
+    path = copy / "positions-train.bin"
+    whole = path.read_bytes()
+    assert len(whole) == 20 * 20
+    for offset in range(7 * 20, 14 * 20, 3):
+        flipped = bytearray(whole)
+        flipped[offset] ^= 1 << offset % 8
+        path.write_bytes(flipped)
+        message = r"train-000001.tar are damaged(.|\n)*copy this file again"
+        with refused(message):
+            index = read_split(copy, split="train")
+            assert index.locate(6).label == 0
+            assert index.locate(14).label == 0
+            index.locate(9)
+        with refused(r"positions-train\.bin"):
+            list(read_split(copy, split="train").pieces())
+
+
+def test_a_flipped_bit_in_the_table_of_tars_is_found_or_harmless(copy):
+    """It decides the order, which must not differ on one node."""
+    path = copy / "tars-train.arrow"
+    whole = path.read_bytes()
+    expected = read_split(copy, split="train")
+    num_found = 0
+    for offset in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[offset] ^= 1 << offset % 8
+        path.write_bytes(flipped)
+        try:
+            index = read_split(copy, split="train")
+        except UserError as error:
+            num_found += 1
+            assert re.search(
+                "next: (copy the folder|make the shards|do not use)", str(error)
+            )
+            continue
+        assert index.ends.tolist() == expected.ends.tolist()
+        assert index.locate(9)[1:] == expected.locate(9)[1:]
+    assert num_found > 200
+
+
+def test_tars_that_are_many_are_looked_at_when_they_are_read(copy, monkeypatch):
+    monkeypatch.setattr(index_module, "TARS_AT_START", 2)
+    (copy / "train-000000.tar").unlink()
+    (copy / "train-000002.tar").write_bytes(b"short")
+    index = read_split(copy, split="train")
+    assert index.locate(9).label == 1
+    with refused("train-000000.tar: missing"):
+        index.locate(3)
+    with refused("train-000002.tar: 5 bytes, but the manifest says "):
+        index.locate(19)
+
+
+def test_a_process_keeps_the_places_of_few_tars(copy, monkeypatch):
+    monkeypatch.setattr(index_module, "RECENT_TARS", 2)
+    index = read_split(copy, split="train")
+    places = [index.locate(sample) for sample in range(20)]
+    again = [index.locate(sample) for sample in reversed(range(20))]
+    assert places == again[::-1]
+    assert len(index._recent) == 2
+
+    # Nor does it pass them on.
+    assert len(pickle.dumps(index)) < 4000
+
+
+def test_an_epoch_reads_the_places_of_each_tar_once(tmp_path, monkeypatch):
+    """The benchmark of a billion samples, at ten thousand in a hundred tars."""
+    for limit in ("TARS_AT_START", "SAMPLES_AT_START"):
+        monkeypatch.setattr(index_module, limit, 0)
+    num, per_tar = 10_000, 100
+    make_index(tmp_path / "set", num_samples=num, num_tars=num // per_tar)
+    training_set = synthetic_set(tmp_path / "set")
+    (index,) = training_set.parts
+    assert len(pickle.dumps(training_set)) < 10_000 + sum(map(len, index.classes)) * 2
+
+    real = os.pread
+    reads = []
+
+    def pread(file, num_bytes, offset):
+        reads.append((num_bytes, offset))
+        return real(file, num_bytes, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    seen = set()
+    for position in range(num):
+        sample = training_set.order.at(position).sample
+        tar, number = divmod(sample, per_tar)
+        place = index.locate(sample)
+        seen.add(sample)
+
+        # By the benchmark's own rule: 100 images, of 200 blocks each.
+        prefix = int(splitmix(tar, per_tar)[number])
+        expected = (number * 200 * 512, 198 * 512, prefix % 21841, prefix)
+        assert place[1:5] == expected
+        assert place.tar == tmp_path / f"set/train-{tar:06d}.tar"
+    assert len(seen) == num
+    assert sorted(reads) == [(2000, 2000 * tar) for tar in range(num // per_tar)]
 
 
 # ---- training sets -------------------------------------------------------------------------------
@@ -500,9 +625,8 @@ def test_a_subset_keeps_labels_and_places(shards, tmp_path, settings, chosen):
     assert part.num_samples == len(chosen)
 
     # Labels and places are those of the whole set: a subset does not number classes anew.
-    for name in ("label", "offset"):
-        of_all = getattr(stored, name)
-        np.testing.assert_array_equal(getattr(index, name), of_all[chosen])
+    assert [*map(index.locate, range(len(chosen)))] == [*map(stored.locate, chosen)]
+    assert index.label.tolist() == stored.label[chosen].tolist()
     assert sum(index.shard_lengths) == len(chosen)
     assert part.classes == ("cat", "dog")
 
@@ -572,11 +696,8 @@ def test_a_mixture_names_all_its_parts(shards, other):
 
 def test_the_cache_must_hold_the_largest_tars_of_each_set():
     # Tars of 20 to 39 MiB.
-    tars = [
-        RemoteFile(Url("http://x/y"), size << 20, "", Path(), 0)
-        for size in range(20, 40)
-    ]
-    parts = [SimpleNamespace(shards=tars)] * 2
+    tars = SimpleNamespace(num_bytes=np.arange(20, 40) << 20)
+    parts = [SimpleNamespace(is_remote=True, tars=tars)] * 2
 
     # What is read at the same time: the sixteen largest, of each of two sets.
     gib = 2 * sum(range(24, 40)) / 1024

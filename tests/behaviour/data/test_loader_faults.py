@@ -40,9 +40,9 @@ def damage(shards: Path, samples: list[int]) -> list[str]:
     """Overwrite the start of some stored images; returns their keys."""
     index = read_split(shards, split="train")
     for sample in samples:
-        tar = index.shards[index.shard_of[sample]]
-        with open(tar, "r+b") as file:
-            file.seek(int(index.offset[sample]))
+        place = index.locate(sample)
+        with open(place.tar, "r+b") as file:
+            file.seek(place.offset)
             file.write(b"\xff" * 60)
     return sample_keys(index, samples)
 

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from contextlib import nullcontext
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import given
@@ -39,11 +40,8 @@ def order(
     seed: int = 0,
     fingerprint: str = "f",
 ) -> SampleOrder:
-    return SampleOrder(
-        shard_lengths=tuple(lengths),
-        fingerprint=fingerprint,
-        seed=seed,
-    )
+    split = SimpleNamespace(ends=np.cumsum(lengths), fingerprint=fingerprint)
+    return SampleOrder(split=split, seed=seed)
 
 
 @given(

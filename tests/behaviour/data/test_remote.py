@@ -528,7 +528,7 @@ def test_each_shard_is_prefetched_once_within_the_cache_size(
     # Two blocks of 16 fit; the second is fetched while the first is read.
     settings = run.settings(0).remote
     index = read_split(server.url, split="train", remote_settings=settings)
-    files = [shard for shard in index.shards if isinstance(shard, RemoteFile)]
+    files = [index.tar(shard) for shard in range(index.entry.num_tars)]
 
     def are_fetched():
         prefetch(files)  # as each batch asks for it

@@ -18,7 +18,7 @@ from tests.support.engine.subjects import WORLD
 from tests.support.range_server import served
 from tests.support.tables import every, refused
 from vitscale.config.errors import StorageError
-from vitscale.data.index import read_split
+from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.samples import (
     Augmentation,
     Samples,
@@ -50,7 +50,16 @@ def training(shards: Path | str, **changes) -> TrainingSamples:
         **changes,
     )
     augmentation = Augmentation(data, image_size=SIZE, seed=0)
-    return TrainingSamples(open_training_set(data, seed=0), augmentation)
+    training_set = open_training_set(data, seed=0)
+    (index,) = training_set.parts
+    know_places(index)
+    return TrainingSamples(training_set, augmentation)
+
+
+def know_places(index: SplitIndex):
+    """Read where the samples are, so that all later reads are of images."""
+    for sample in range(index.num_samples):
+        index.locate(sample)
 
 
 def evaluation(shards: Path, **changes) -> EvaluationSamples:
@@ -60,6 +69,7 @@ def evaluation(shards: Path, **changes) -> EvaluationSamples:
         **changes,
     )
     index = read_split(shards, split="train")
+    know_places(index)
     return EvaluationSamples(index, settings=data, image_size=SIZE)
 
 
@@ -117,8 +127,9 @@ def cached(folder: Path, cache: Path) -> TrainingSamples:
         samples = training(server.url, remote=remote)
 
         # Read in full now, so that a later failure is one of the local disk.
-        for shard in samples.parts[0].shards:
-            shard.path()
+        (index,) = samples.parts
+        for shard in range(index.entry.num_tars):
+            index.tar(shard).path()
     return samples
 
 
@@ -226,15 +237,25 @@ def test_a_read_that_fails_half_way_is_no_damage(shards, no_pauses):
 def test_bytes_that_the_file_system_finds_damaged_are_substituted_in_training_only(
     shards, error
 ):
+    samples = training(shards)
     with failing(error) as calls:
-        _, (lost,) = training(shards).fill(0, OUT)
+        _, (lost,) = samples.fill(0, OUT)
         assert lost.error == os.strerror(getattr(errno, error))
         # The damaged one and its substitute.
         assert len(calls) == 2
 
     # A result of evaluation with other images would not be that of the set.
+    evaluated = evaluation(shards)
     with failing(error), refused("'train-00003' cannot be read"):
-        evaluation(shards).fill(3, OUT)
+        evaluated.fill(3, OUT)
+
+    # Where the samples are is not known without this file, so nothing can substitute it.
+    index = read_split(shards, split="train")
+    with (
+        failing(error),
+        refused("records of the samples of train-000000.tar are damaged"),
+    ):
+        index.locate(0)
 
 
 # No permission, no memory, no descriptors: another sample would fail for the same reason.
@@ -251,17 +272,34 @@ def test_an_error_of_the_machine_ends_the_run_at_once(shards, error):
         assert lost == []
 
 
+@every(error=PASSING_ERRORS)
+def test_places_are_read_again_where_storage_fails_for_a_moment(
+    shards, no_pauses, error
+):
+    expected = [read_split(shards, split="train").locate(n) for n in range(12)]
+    index = read_split(shards, split="train")
+    with failing(error) as calls:
+        assert [index.locate(sample) for sample in range(12)] == expected
+
+    # Three tars, of which one was read twice.
+    assert len(calls) == 4
+
+    # For longer it is a failure of storage, which names the file.
+    index = read_split(shards, split="train")
+    with failing(error, 10**6), pytest.raises(StorageError, match="positions-train"):
+        index.locate(3)
+
+
 def test_damage_that_decodes_is_found_in_every_16th_sample(shards):
     samples = training(shards)
     index = samples.parts[0]
-    for path in index.shards:
-        data = bytearray(path.read_bytes())
-        for start, length in zip(index.offset, index.length, strict=True):
-            # Offsets of other tars may lie anywhere in this one.
-            end = min(int(start + length), len(data))
-            if data[end - 2 : end] == b"\xff\xd9":
-                data[end - 3] ^= 1  # the last coefficients
-        path.write_bytes(data)
+    for sample in range(index.num_samples):
+        place = index.locate(sample)
+        end = place.offset + place.length
+        data = bytearray(place.tar.read_bytes())
+        if data[end - 2 : end] == b"\xff\xd9":
+            data[end - 3] ^= 1  # the last coefficients
+        place.tar.write_bytes(data)
 
     # Every decoder accepts such images, so most are trained on as they are ...
     for position in range(1, 16):

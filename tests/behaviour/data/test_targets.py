@@ -385,9 +385,8 @@ def test_substitutes_have_the_targets_of_what_they_replace(tmp_path, shards):
     targets = write_targets(tmp_path / "a", training_set, "fp32")
     index = training_set.parts[0]
     draw = training_set.order.at(0)
-    tar = Path(str(index.shards[index.shard_of[draw.sample]]))
+    tar, start, *_ = index.locate(draw.sample)
     content = bytearray(tar.read_bytes())
-    start = int(index.offset[draw.sample])
     content[start : start + 200] = bytes(200)
     tar.write_bytes(content)
 

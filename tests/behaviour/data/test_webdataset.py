@@ -79,8 +79,9 @@ def test_an_epoch_has_every_sample_once(folder, monkeypatch):
     samples = streamed(folder, 3 * NUM)
     for _, key, image, label in samples:
         number = stored[key]
-        assert label == index.label[number]
-        assert len(image) == index.length[number]
+        place = index.locate(number)
+        assert label == place.label
+        assert len(image) == place.length
 
     # Each epoch is whole, and in an order of its own.
     keys = [key for _, key, _, _ in samples]

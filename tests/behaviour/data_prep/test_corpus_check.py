@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.duplicates.reading import check_keys, list_samples
+from data_prep.duplicates.reading import check_keys, list_samples, store
 from data_prep.make_shards import STEPS
+from data_prep.steps.list_inputs import read_containers
 from data_prep.steps.work import WorkFolder, find_existing, run_steps
 from data_prep.verification import check_folder
 from tests.support.corpora.external_tars import write_tars
@@ -442,7 +443,7 @@ def test_keys_that_tars_share_get_the_name_of_their_tar(indexed, tmp_path):
 
     # The ledger and the list for duplicates find the members by the same names.
     rows = pq.read_table(indexed / "ledger.parquet").to_pylist()
-    paths = list_samples(indexed)["path"].to_pylist()
+    paths = pa.concat_tables(list_samples(indexed))["path"].to_pylist()
     assert paths == [f"{key.replace('/', '.tar/')}.png" for key in keys]
     assert {row["key"] for row in rows} == set(keys)
 
@@ -483,8 +484,9 @@ def test_keys_of_two_splits_are_refused_where_copies_are_left_out(tmp_path):
     for split in ("train", "val"):
         index_of_split = read_split(folder, split=split)
         assert sample_keys(index_of_split, [0]) == ["0"]
+    num = store(list_samples(folder), tmp_path / "list")
     with refused("samples of several splits have the same keys"):
-        check_keys(folder, list_samples(folder))
+        check_keys(folder, [tmp_path / "list"], num=num)
 
 
 def test_a_list_refuses_an_index_whose_keys_repeat(indexed, tmp_path):
@@ -498,6 +500,8 @@ def test_a_list_refuses_an_index_whose_keys_repeat(indexed, tmp_path):
     pq.write_table(table.set_column(0, "key", short), index_path)
 
     # All else of the folder fits, so that only the keys are wrong.
+    for name in ("tars-train.arrow", "positions-train.bin"):
+        shutil.copy(indexed / name, old)
     manifest = json.loads((indexed / "manifest.json").read_text())
     manifest["index_bytes"] = index_path.stat().st_size
     manifest["shards_root"] = str(indexed.parent / "tars")
@@ -519,7 +523,7 @@ def test_parts_of_sorted_tars_are_drawn_from_all_of_them(indexed):
         # Drawn the same way at every start, and read tar after tar.
         again = opened(indexed, **settings)
         assert training_set.fingerprint == again.fingerprint
-        assert np.all(np.diff(part.shard_of) >= 0)
+        assert np.all(np.diff(part.stored.astype(int)) > 0)
 
     # 30 % of 120 are held out, from every tar; the two parts are the whole.
     held_out = training_set.dev
@@ -595,9 +599,9 @@ def test_unlabelled_folders_are_listed_in_parts_with_the_same_result(tmp_path):
     work = prepare_here(run, until="list inputs")
 
     # About one part a folder, each of them once.
-    boxes = json.loads((work.path / "containers.json").read_text())
+    boxes = read_containers(work)
     assert len(boxes) > 9 * 9
-    assert len({json.dumps(box) for box in boxes}) == len(boxes)
+    assert len(set(boxes)) == len(boxes)
 
     # The walk of the standard library tells which files there are; it does not follow links.
     prepare_here(run)

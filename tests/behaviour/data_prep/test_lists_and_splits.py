@@ -171,7 +171,7 @@ train2017-0 val2017-0 dev-0|train val val
 def test_files_are_splits_one_split_or_refused(names, splits, place, tmp_path):
     tars = touch(tmp_path, *(f"{name}.tar" for name in names.split()))
     work = WorkFolder(run_of(tars, tmp_path / "out"))
-    work.path.mkdir()
+    work.scratch.mkdir(parents=True)
 
     def splits_of_files(**settings):
         path = tars if place == "folder" else "s3://bucket/tars"

@@ -21,12 +21,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep.formats.index_files import shards_of
 from data_prep.formats.ledger import Outcomes
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.protocol import Input
 from data_prep.steps import tars, work
 from data_prep.steps.list_inputs import check_input, make_key, rows_table
-from data_prep.steps.plan_shards import _ordered, held_out, read_plan
+from data_prep.steps.listed_rows import STORED_ORDER
+from data_prep.steps.plan_shards import held_out, read_plan, with_unique_keys
 from data_prep.steps.work import WorkFolder, content_config, find_existing
 from data_prep.verification import check_folder
 from tests.support.corpora.image_corpus import (
@@ -63,8 +65,7 @@ def test_files_that_will_be_refused_need_no_space(tmp_path):
     rows = ledger(output)
     assert rows["cat/hole.png"]["reason"] == "too_large"
     assert len(rows) == NUM_PICTURES + 1
-    shards = manifest.splits["train"].shards
-    assert [shard.samples for shard in shards] == [NUM_PICTURES]
+    assert [shard.samples for shard in shards_of(output, manifest)] == [NUM_PICTURES]
 
 
 def write(path, *, seed):
@@ -410,8 +411,8 @@ def ordered(inputs: list[Input], *, batch, seed=0):
 
     # An empty table is one, too: nothing may have been listed.
     tables.append(rows_table([], seed=0))
-    rows, order = _ordered(pa.concat_tables(tables))
-    return [(row["path"], row["key"]) for row in rows.take(order).to_pylist()]
+    rows = pa.concat_tables(tables).combine_chunks().sort_by(STORED_ORDER)
+    return [(row["path"], row["key"]) for row in with_unique_keys(rows).to_pylist()]
 
 
 @settings(deadline=None, max_examples=60)
@@ -468,13 +469,9 @@ def test_each_class_holds_out_the_rows_with_its_smallest_hashes():
     rng = np.random.default_rng(0)
     class_of = rng.integers(0, 5, 300)
     hashes = rng.integers(0, 1 << 63, 300).astype(np.uint64)
-    is_held_out = held_out(class_of, hashes, fraction=0, num=7)
+    is_held_out = held_out(class_of, hashes, wanted=np.full(5, 7))
     for number in range(5):
         is_of_class = class_of == number
         smallest = sorted(hashes[is_of_class].tolist())[:7]
         taken = hashes[is_held_out & is_of_class]
         assert sorted(taken.tolist()) == smallest
-
-    # A fifth of 8 is 1.6: rounded to the nearest number.
-    one_class = np.zeros(8, int)
-    assert held_out(one_class, hashes[:8], fraction=0.2, num=0).sum() == 2

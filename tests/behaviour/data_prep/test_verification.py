@@ -1,7 +1,8 @@
+import json
 import random
 import shutil
 import tracemalloc
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import pyarrow as pa
@@ -9,7 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.duplicates.reading import list_samples
-from data_prep.formats.index_files import INDEX_SCHEMA, write_index, write_manifest
+from data_prep.formats.index_files import (
+    INDEX_SCHEMA,
+    shards_of,
+    write_index,
+    write_manifest,
+    write_split,
+    write_tars,
+)
 from data_prep.sources.tables import _batches as rows_of
 from data_prep.verification import (
     _batches,
@@ -22,7 +30,7 @@ from data_prep.verification import (
 )
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.tables import every, refused, rows
-from vitscale.data.index import INDEX_NAME, ShardEntry, SplitEntry, read_manifest
+from vitscale.data.index import INDEX_NAME, ShardEntry, read_manifest, read_split
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.images.jpeg.entry_points import entry_points_file
 
@@ -55,7 +63,7 @@ def findings(folder):
 def check_of_first(folder):
     """A function that checks the first tar of `train`."""
     index = pq.read_table(folder / INDEX_NAME)
-    tasks = tar_tasks([index], read_manifest(folder))
+    tasks = tar_tasks([index], shards_of(folder, read_manifest(folder)))
     task = next(task for task in tasks if task[0].name == TRAIN)
     return partial(check_tar, task, folder=folder, root=folder, ours=True)
 
@@ -112,6 +120,21 @@ def rewritten(folder, change):
     pq.write_table(pa.Table.from_pylist(rows, schema=INDEX_SCHEMA), path)
     size = path.stat().st_size
     change_manifest(folder, index_bytes=size, index_blake3=blake3_of_file(path))
+
+
+def rename_tar(folder, name):
+    """Change the name of the first tar of `train` in the table, as if it was written so."""
+    path = folder / "tars-train.arrow"
+    table = pa.ipc.open_file(path.read_bytes()).read_all()
+    columns = table.to_pydict()
+    columns["name"][0] = name
+    stored = write_tars(path, columns)
+    splits = read_manifest(folder).splits
+    train = replace(splits["train"], tars=stored)
+    path = folder / "manifest.json"
+    values = json.loads(path.read_text())
+    values["splits"]["train"] = asdict(train)
+    path.write_text(json.dumps(values))
 
 
 # The order of the rows, new values in one of them, and what is found.
@@ -232,7 +255,8 @@ def test_memory_does_not_grow_with_the_samples(tmp_path, monkeypatch):
         "format": ["jpg"] * num,
         "blake3": [bytes(32)] * num,
     }
-    columns |= {name: [1] * num for name in "offset length label width height".split()}
+    columns |= {name: [1] * num for name in "length label width height".split()}
+    columns["offset"] = [512] * num
     write_index(folder, tables=[pa.table(columns, schema=INDEX_SCHEMA)])
     ledger = {name: [None] * num for name in schema.names}
     ledger |= {
@@ -244,16 +268,18 @@ def test_memory_does_not_grow_with_the_samples(tmp_path, monkeypatch):
     pq.write_table(table, ledger_path, row_group_size=8_192)
 
     # The manifest that fits them.
+    rows = pa.table(columns, schema=INDEX_SCHEMA)
     entries = [
-        ShardEntry(name=name, samples=per_tar, bytes=0, blake3="")
+        ShardEntry(name=name, samples=per_tar, bytes=1024, blake3="00" * 32)
         for name in dict.fromkeys(tars)
     ]
-    split = SplitEntry(
-        num_samples=num,
-        num_bytes=0,
-        fingerprint="",
-        shards=tuple(entries),
-    )
+    of_tars = [
+        (entry, rows.slice(number * per_tar, per_tar))
+        for number, entry in enumerate(entries)
+    ]
+    split = write_split(folder, split="train", tars=of_tars)
+    split = replace(split, fingerprint="")
+    del rows, of_tars
     manifest = replace(
         read_manifest(folder),
         splits={"train": split},
@@ -272,7 +298,8 @@ def test_memory_does_not_grow_with_the_samples(tmp_path, monkeypatch):
         found = [*_check_index(folder, manifest, is_index=True)]
         found += _check_ledger(folder, manifest, has_index=True)
         pieces = _batches(folder / INDEX_NAME)
-        lengths = [len(rows) for _, rows in tar_tasks(pieces, manifest)]
+        tasks = tar_tasks(pieces, shards_of(folder, manifest))
+        lengths = [len(rows) for _, rows in tasks]
         _, python = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -312,12 +339,22 @@ def test_a_parquet_file_is_never_held_as_a_whole(reader, tmp_path):
 # Up, from the root, up behind a folder, the folder itself, and names that are none.
 @every(name=["../x.tar", "/x.tar", "a/../../x.tar", "..", "", "a\0.tar"])
 def test_a_manifest_that_names_files_outside_is_refused(shards, name):
+    rename_tar(shards, name)
+    with refused("which may lie outside its folder"):
+        list(list_samples(shards))
+    with refused("which may lie outside its folder"):
+        read_split(shards, split="train")
+
+
+@every(name=["../x", "/x", "..", "", "a/b"])
+def test_a_split_whose_files_are_outside_is_refused(shards, name):
     train = read_manifest(shards).splits["train"]
-    first = replace(train.shards[0], name=name)
-    change_manifest(shards, splits={"train": replace(train, shards=(first,))})
-    for read in (read_manifest, list_samples):
-        with refused("which may lie outside its folder"):
-            read(shards)
+    path = shards / "manifest.json"
+    values = json.loads(path.read_text())
+    values["splits"] = {name: asdict(train)}
+    path.write_text(json.dumps(values))
+    with refused("files may lie outside its folder"):
+        read_manifest(shards)
 
 
 def test_an_index_that_names_other_tars_is_not_followed(shards, tmp_path):
@@ -326,9 +363,9 @@ def test_an_index_that_names_other_tars_is_not_followed(shards, tmp_path):
     rewritten(shards, lambda rows: rows[0].update(shard="../secret"))
 
     # Its bytes would be shown as a picture.
-    message = "names the tar '../secret', which manifest.json does not"
+    message = "names the tar '../secret', which the tables of tars do not"
     with refused(message):
-        list_samples(shards)
+        list(list_samples(shards))
     with refused(message):
         draw_sheet(tmp_path / "sheet.png", shards, read_manifest(shards))
 
@@ -354,14 +391,8 @@ def test_entry_points_are_not_written_through_links(shards, tmp_path, link):
                 row["shard"] = name
 
     rewritten(shards, rename)
+    rename_tar(shards, name)
     manifest = read_manifest(shards)
-    train = manifest.splits["train"]
-    tars = [
-        replace(shard, name=name) if shard.name == TRAIN else shard
-        for shard in train.shards
-    ]
-    splits = manifest.splits | {"train": replace(train, shards=tuple(tars))}
-    manifest = replace(manifest, splits=splits)
     options = {"num_workers": 1, "write_entry_points": True}
     found = check_folder(shards, manifest=manifest, **options)
     assert any("a link leads out of" in text for text in found)

@@ -586,8 +586,7 @@ def split_with_keys(folder, keys):
     path = folder / INDEX_NAME
     table = pa.table({"key": keys, "split": ["val"] * len(keys)})
     pq.write_table(table, path)
-    split = index_of([0] * len(keys), known_space("imagenet_1k"), folder=folder)
-    return replace(split, index_path=path)
+    return index_of([0] * len(keys), known_space("imagenet_1k"), folder=folder)
 
 
 def test_accuracy_equals_a_case_by_hand(tmp_path):

@@ -172,9 +172,10 @@ def test_an_unreadable_image_has_a_row_of_zeros_and_its_reason(
 ):
     damaged = shutil.copytree(shards, tmp_path / "damaged")
     index = read_split(str(damaged), split="train")
-    with open(index.shards[1], "r+b") as file:
-        file.seek(int(index.offset[8]))
-        file.write(bytes(int(index.length[8])))
+    place = index.locate(8)
+    with open(place.tar, "r+b") as file:
+        file.seek(place.offset)
+        file.write(bytes(place.length))
 
     output = tmp_path / "x.parquet"
     with refused("1 of 11 could not be read"):

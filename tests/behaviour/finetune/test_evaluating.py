@@ -275,10 +275,11 @@ def test_images_that_cannot_be_read_are_neither_right_nor_wrong(shards, tmp_path
     """The first four of six are damaged in their shard: one part has no readable image at all."""
     damaged = Path(shutil.copytree(shards, tmp_path / "damaged"))
     index = read_split(str(damaged), split="test")
-    with open(index.shards[0], "r+b") as file:
-        for number in range(4):
-            file.seek(int(index.offset[number]))
-            file.write(bytes(int(index.length[number])))
+    for number in range(4):
+        place = index.locate(number)
+        with open(place.tar, "r+b") as file:
+            file.seek(place.offset)
+            file.write(bytes(place.length))
 
     # Each image has a row, with a class or with an error.
     lines, rows = predicted(saved(tmp_path / "model", animals()), damaged, tmp_path)

@@ -354,9 +354,10 @@ def test_shards_give_the_evaluations_pixels_and_classes(tmp_path):
     shards = tmp_path / "shards"
     make_shard_folder(shards, lengths={"test": (4, 3)})
     index = read_split(str(shards), split="test")
-    with open(index.shards[0], "r+b") as file:
-        file.seek(int(index.offset[2]))
-        file.write(bytes(int(index.length[2])))
+    place = index.locate(2)
+    with open(place.tar, "r+b") as file:
+        file.seek(place.offset)
+        file.write(bytes(place.length))
 
     # Of seven samples 0, 2 and 4 are drawn, and 2 is damaged.
     subject = visualized(shards)
@@ -369,7 +370,7 @@ def test_shards_give_the_evaluations_pixels_and_classes(tmp_path):
         assert torch.equal(image, expected)
         assert title == index.classes[label]
     (skipped,) = subject.skipped
-    assert f" in {index.shards[0]}: " in skipped
+    assert f" in {place.tar}: " in skipped
 
 
 def test_unprepared_images_are_converted_as_shards_are():

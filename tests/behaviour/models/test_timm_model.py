@@ -235,21 +235,35 @@ def test_what_timm_saved_is_read(tmp_path):
     assert "assumed mean=(0.5, 0.5, 0.5)" in file.source
 
 
-@every(name="test_convnext, test_vit, test_vit_relpos")
+SMALL = {"depth": 1, "embed_dim": 48, "num_heads": 2}
+# timm resizes FlexiViT bilinearly, and RADIO too, by version with its corners aligned.
+READ_BY_TIMM = yaml.safe_load(f"""
+test_convnext: {{}}
+test_vit: {{}}
+test_vit_relpos: {{}}
+flexivit_small: {SMALL}
+vit_base_patch16_radio_v3: {SMALL}
+vit_so400m_patch16_radio_v4: {SMALL}
+""")
+
+
+@every(name=READ_BY_TIMM)
 @torch.no_grad()
 def test_folders_are_read_by_timm_and_here(tmp_path, name):
-    """Also at another image size, resampled as timm does."""
+    """Also at another image size, resampled as timm does for this model."""
+    arguments = READ_BY_TIMM[name]
     mean = (0.1, 0.2, 0.3)
     loaded = small_model(
         "timm",
         model=name,
+        arguments=arguments,
         image_size=SIZE,
         classes=tuple("vwxyz"),
         preprocessing={"mean": mean},
     )
 
     # Without the name timm's ViT is read into our own.
-    asked = TimmSettings(model=name)
+    asked = TimmSettings(model=name, arguments=arguments)
     for to in ("timm", "safetensors"):
         folder = export(loaded, to, tmp_path / to)
         opened = open_model(str(folder), model=asked)
@@ -262,9 +276,27 @@ def test_folders_are_read_by_timm_and_here(tmp_path, name):
     options = {} if name == "test_convnext" else {"img_size": 96}
     folder = tmp_path / "timm"
     theirs = timm.create_model(f"local-dir:{folder}", pretrained=True, **options)
-    larger = open_model(str(folder), model=asked, image_size=96)
     expected = theirs.eval()(images(96))
-    torch.testing.assert_close(larger.network(images(96)), expected)
+    for model in (asked, None):
+        larger = open_model(str(folder), model=model, image_size=96)
+        torch.testing.assert_close(larger.network(images(96)), expected)
+
+    # No other convention has an effect, so none is accepted.
+    with refused("position_embedding: .*not as google(?s:.*)auto, timm"):
+        open_model(str(folder), model=asked, position_embedding="google")
+
+
+@every(asked="vit_tiny_patch16_224.augreg_in21k, deit_tiny_patch16_224, null")
+def test_a_name_that_the_folder_does_not_state_is_said(tmp_path, asked):
+    """The same tensors under another name may be another model. Our own family has no names."""
+    loaded = small_model("timm", model="vit_tiny_patch16_224", arguments=SMALL)
+    folder = export(loaded, "timm", tmp_path / "model")
+    model = asked and TimmSettings(model=asked)
+    opened = open_model(str(folder), model=model)
+    assert opened.arch.name == ("vit" if model is None else "timm")
+    warned = opened.source.endswith("; warning: computed as timm deit_tiny_patch16_224")
+    assert warned == (asked == "deit_tiny_patch16_224")
+    assert opened.source.count("warning") == warned
 
 
 def test_transfer_keeps_all_but_the_classifier(tmp_path):

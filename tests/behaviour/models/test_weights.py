@@ -36,6 +36,12 @@ NAMES = {label: f"animal {label}" for label in range(5)}
 TINY = "vit_tiny_patch16_224"
 
 
+@pytest.fixture(autouse=True)
+def same_start():
+    """Models of timm begin with the same weights whichever test ran before."""
+    torch.manual_seed(0)
+
+
 @torch.no_grad()
 def shaken(model):
     """No parameter is at its usual start, where a lost one could go unnoticed."""

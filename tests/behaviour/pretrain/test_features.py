@@ -68,6 +68,7 @@ vit_tiny_patch16_dinov3_qkvb: [48, [3, 3]]
 vit_small_patch14_reg4_dinov2: [42, [3, 3]]
 vit_small_patch16_lingbot: [32, [2, 2]]
 vit_base_patch14_reg1_tipsv2: [42, [3, 3]]
+xcit_nano_12_p16_224: [32, [2, 2]]
 test_efficientnet: [64, null]
 """)
 # Of 20 million parameters and more.
@@ -78,7 +79,8 @@ LARGE = {name for name in NETWORKS if "small" in name or "base" in name}
 def test_features_are_timms(name, tmp_path):
     """With a head or without; models without patches give features alone."""
     size, grid = NETWORKS[name]
-    network = network_of(name)
+    arguments = {"global_pool": "token"} if "dinov3" in name else {}
+    network = network_of(name, **arguments)
     path = tmp_path / "teacher.safetensors"
     save_file(network.state_dict(), path)
     teacher = opened(path, model=name, image_size=size)
@@ -86,7 +88,7 @@ def test_features_are_timms(name, tmp_path):
     assert teacher.width == network.num_features
 
     # timm resamples the positions itself.
-    if network.pretrained_cfg["fixed_input_size"]:
+    if hasattr(network, "set_input_size"):
         network.set_input_size(size)
     images = levels(size)
     config = network.pretrained_cfg
@@ -402,7 +404,52 @@ def test_a_resumed_run_needs_the_same_teacher(tiny):
     made = PretrainRun.model_validate(values).make_objective()
     agreed = made.prepare(classes=(), world=WORLD, engine=EngineSettings())
     digest = blake3(tiny.read_bytes()).hexdigest()
-    assert agreed == {"teachers": [f"{digest} at 64 px"]}
+    says = "as timm vit_tiny_patch16_224 at 64 px, mean (0.5, 0.5, 0.5), std (0.5, 0.5, 0.5)"
+    assert agreed == {"teachers": [f"{digest} {says}"]}
     network = network_of("vit_tiny_patch16_224", img_size=64, num_classes=0)
     count = sum(parameter.numel() for parameter in network.parameters())
     assert f"{count:,} parameters" in made.messages[0]
+
+
+# ---- what one teacher is -------------------------------------------------------------------------
+
+
+def test_the_same_weights_under_another_name_are_another_teacher(tiny):
+    """Its pixels differ, so a resumed run and stored targets must refuse it."""
+    teachers = [
+        opened(tiny, model=name, image_size=64)
+        for name in ("vit_tiny_patch16_224", "deit_tiny_patch16_224")
+    ]
+    first, second = (each.features(levels(64), patch_grid=None)[0] for each in teachers)
+    assert not torch.allclose(first, second, atol=0.1)
+    assert teachers[0].fingerprint != teachers[1].fingerprint
+
+
+@every(name="vit_tiny_patch16_dinov3_qkvb, vit_tiny_patch16_224")
+def test_published_dinov3_gives_its_class_token(name, tmp_path):
+    """timm would give the mean of its patches, and does for other models that have no head."""
+    network = network_of(name, num_classes=0)
+    path = tmp_path / "teacher.safetensors"
+    save_file(network.state_dict(), path)
+    size = 48 if "dinov3" in name else 224
+    teacher = opened(path, model=name, image_size=size)
+    images = levels(size, number=1)
+    config = network.pretrained_cfg
+    with torch.no_grad():
+        tokens = network.forward_features(
+            normalized(images, config["mean"], config["std"])
+        )
+    features, _ = teacher.features(images, patch_grid=None)
+    torch.testing.assert_close(features, tokens[:, 0], atol=1e-5, rtol=1e-5)
+
+
+def test_shares_are_counted_with_stored_targets(tmp_path):
+    stored = {"fingerprint": "a", "width": 4, "grid": [2, 1]}
+    header = {"teachers": [stored], "precision": "fp32", "views": 1}
+    header |= {"format_version": 1, "images": {}, "files": {"x": "y"}}
+    (tmp_path / "targets.json").write_text(json.dumps(header))
+    changed = {"teachers": [], "targets": str(tmp_path), "shares": [1, 3]}
+    values = RUN | {"objective": RUN["objective"] | changed}
+    made = PretrainRun.model_validate(values).make_objective()
+    with refused("objective.shares.*2 of 1 teachers"):
+        made.prepare(classes=(), world=WORLD, engine=EngineSettings())

@@ -156,9 +156,10 @@ def test_an_unreadable_image_has_the_row_of_what_a_training_sees_for_it(
     shards = shutil.copytree(values["data"]["path"], tmp_path / "shards")
     index = read_split(str(shards), split="train")
     # The second image of the second tar.
-    with open(index.shards[1], "r+b") as file:
-        file.seek(int(index.offset[6]))
-        file.write(bytes(int(index.length[6])))
+    place = index.locate(6)
+    with open(place.tar, "r+b") as file:
+        file.seek(place.offset)
+        file.write(bytes(place.length))
     damaged = values | {"data": values["data"] | {"path": str(shards)}}
     lines = prepared(damaged, tmp_path / "a", world)
     assert f"{NUM_VIEWS} crops are of substitutes for unreadable images" in lines[-2]

@@ -282,11 +282,11 @@ def test_progress_of_items_has_a_rate(capsys, monkeypatch):
         for now[0], num in ((1.0, 1), (20.0, 1)):
             advance(num)
     shown = capsys.readouterr()
-    assert shown.err == "predict: 9 of 9, 0 images/s, 0 s left\n"
+    assert shown.err == "predict: 9 of 9, 0.45 images/s, 0 s left\n"
     assert shown.out.splitlines() == [
-        "verify: 30 of 90, 3 tars/s, 20 s left",
-        "verify: 90 of 90, 8 tars/s, 0 s left",
-        "list: 2 of 9,000, 0 units/s, 24 h 59 min left",
+        "verify: 30 of 90, 3.00 tars/s, 20 s left",
+        "verify: 90 of 90, 8.18 tars/s, 0 s left",
+        "list: 2 of 9,000, 0.10 units/s, 24 h 59 min left",
     ]
 
 

@@ -158,6 +158,19 @@ def safetensors(network, tmp_path):
     return path
 
 
+def test_the_same_weights_under_another_name_are_another_teacher(tmp_path):
+    """Its pixels differ, so a resumed run must refuse it."""
+    path = tmp_path / "teacher.safetensors"
+    network = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=5)
+    save_file(network.state_dict(), path)
+    first, second = (
+        opened(path, model=name, image_size=32).frozen.fingerprint
+        for name in ("vit_tiny_patch16_224", "deit_tiny_patch16_224")
+    )
+    assert first.split()[0] == second.split()[0]
+    assert first != second
+
+
 def images(size):
     random = torch.Generator().manual_seed(1)
     shape = (2, 3, size, size)

@@ -153,6 +153,27 @@ def test_changed_settings_are_listed(tmp_path):
     ]
 
 
+def test_a_branch_lists_how_it_differs_from_its_trunk(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text(run_to_yaml(run_with({})))
+    monkeypatch.setattr(session, "restore_engine", lambda *_: None)
+    branch: Any = SimpleNamespace(
+        _is_new=True,
+        _messages=[],
+        folder=tmp_path / "branch",
+        engine=None,
+        start_step=5,
+        run=run_with({"schedule": {"cooldown_share": 0.2}}),
+        plan=SimpleNamespace(advice=None),
+    )
+    folder = tmp_path / "checkpoints/step-00000005"
+    TrainingSession._resume(branch, replace(checkpoint_of({}), folder=folder))
+    assert branch._messages == [
+        "settings other than those of the trunk:",
+        "    schedule.cooldown_share: 0.0 -> 0.2",
+        f"a branch of {tmp_path} at step 5",
+    ]
+
+
 ONLY_AT_A_START = """
 - [init, runs/a, runs/b]
 - [init, runs/a, 'hf://a/b']

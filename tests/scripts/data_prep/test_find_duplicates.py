@@ -120,6 +120,24 @@ def test_without_similar_only_equal_bytes_are_copies(made):
     assert not (output / "pairs.png").exists()
 
 
+def test_copies_are_the_same_in_any_parts(made, tmp_path, monkeypatch):
+    source, shards = made
+    against = ("--against", source / "val")
+    find(shards, *against, "--output", tmp_path / "whole")
+
+    # What a billion images need: lists in many batches, hashes in many passes.
+    monkeypatch.setattr("data_prep.duplicates.reading.NUM_ROWS", 2)
+    monkeypatch.setattr("data_prep.duplicates.equal.PASS_ROWS", 3)
+    lists = tmp_path / "parts/.lists"
+    written(lists / "0", b"of a command that was killed")
+    find(shards, *against, "--output", tmp_path / "parts")
+    rows = rows_of(tmp_path / "whole")
+    assert rows_of(tmp_path / "parts") == rows
+    assert {row["keep"] for row in rows.values()} == {True, False}
+    names = sorted(path.name for path in (tmp_path / "parts").iterdir())
+    assert names == ["duplicates.parquet", "keep.txt"]
+
+
 @every(as_shards="false, true")
 def test_images_of_an_evaluation_set_are_found(as_shards, made, tmp_path):
     source, shards = made

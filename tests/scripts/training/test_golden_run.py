@@ -193,8 +193,9 @@ def test_replaced_samples_are_counted_since_step_0(warm_starter, tmp_path):
     shards = shutil.copytree(SHARDS, tmp_path / "shards")
     index = read_split(shards, split="train")
     for sample in (1, 5):
-        with open(index.shards[index.shard_of[sample]], "r+b") as file:
-            file.seek(int(index.offset[sample]))
+        place = index.locate(sample)
+        with open(place.tar, "r+b") as file:
+            file.seek(place.offset)
             file.write(b"\xff" * 60)
     settings = (f"data.path={shards}", "data.max_unreadable_fraction=1")
 

@@ -263,6 +263,7 @@ def test_a_branch_is_the_run_that_never_branched(fault_runs, tmp_path, name):
     assert differences(ours, replace(right, journal=later)) == []
 
     text = output(folder)
+    assert "settings other than those of the trunk:\n" in text
     assert f"a branch of {trunk / 'run'} at step 10\n" in text
     assert "no lines of steps" not in text
     # Another batch, and a step that is not kept.

@@ -1,10 +1,12 @@
 """Write small shard folders with data_prep's own writers, without its steps."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 from blake3 import blake3
 from PIL import Image
@@ -12,10 +14,9 @@ from PIL import Image
 from data_prep.formats.index_files import (
     INDEX_SCHEMA,
     folder_fingerprint,
-    sample_bytes,
-    split_fingerprint,
     write_index,
     write_manifest,
+    write_split,
 )
 from data_prep.formats.ledger import LEDGER_SCHEMA, write_ledger
 from tests.support.corpora.image_samples import encoded, noise
@@ -25,7 +26,6 @@ from vitscale.data.index import (
     NO_LABEL,
     Manifest,
     ShardEntry,
-    SplitEntry,
     label_map_sha256,
 )
 from vitscale.data.tar_writer import TarShard
@@ -186,14 +186,13 @@ def write_folder(
 
         table = pa.Table.from_pylist(rows, schema=INDEX_SCHEMA)
         tables.append(table)
-        lengths = [shard.samples for shard in shards]
-        true = split_fingerprint([sample_bytes(table)], shard_lengths=lengths)
-        entries[split] = SplitEntry(
-            num_samples=len(rows),
-            num_bytes=sum(shard.bytes for shard in shards),
-            fingerprint=fingerprint or true,
-            shards=tuple(shards),
-        )
+        ends = np.cumsum([shard.samples for shard in shards])
+        of_tars = [
+            (shard, table[end - shard.samples : end])
+            for shard, end in zip(shards, ends.tolist(), strict=True)
+        ]
+        entry = write_split(folder, split=split, tars=of_tars)
+        entries[split] = replace(entry, fingerprint=fingerprint or entry.fingerprint)
     write_index(folder, tables=tables)
 
     # What was rejected has no key and no hash; its columns are null.

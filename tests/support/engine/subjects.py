@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vitscale.data.index import SplitIndex
-from vitscale.data.settings import DataSettings
+from vitscale.data.settings import DataSettings, RemoteSettings
 from vitscale.distributed.world import World
 from vitscale.evaluation.evaluation import Outputs, Subject
 
@@ -28,23 +28,23 @@ def index_of(
     labels: Sequence[int], classes: Sequence[str], *, folder: Path = Path("shards")
 ) -> SplitIndex:
     """A split without tars."""
-    num = len(labels)
-    return SplitIndex(
+    index = SplitIndex(
         folder=folder,
         split="val",
-        # Places that no tar has: an evaluation of given outputs must read no image.
-        shard_of=np.zeros(num, np.int32),
-        offset=np.arange(num),
-        length=np.ones(num, np.int64),
-        label=np.array(labels, np.int32),
-        shards=(),
-        shard_lengths=(num,),
+        root=folder,
         classes=tuple(classes),
         fingerprint="",
         label_map_sha256="",
-        hash_prefix=np.zeros(num, np.uint64),
-        index_path=folder / "index.parquet",
+        # Files that are not there: an evaluation of given outputs must read no image.
+        entry=None,
+        tars_path=folder / "tars-val.arrow",
+        positions=folder / "positions-val.bin",
+        keys=folder / "index.parquet",
+        remote=RemoteSettings(),
+        stored=range(len(labels)),
     )
+    index.__dict__["label"] = np.array(labels, np.int32)
+    return index
 
 
 def split_of(values_ND: torch.Tensor, labels: list[int]):

@@ -21,7 +21,7 @@ from torch import nn
 
 from vitscale.config.errors import UserError
 from vitscale.models.registry import MODELS
-from vitscale.models.timm_model import pretrained_config
+from vitscale.models.timm_model import is_resized_bilinearly, pretrained_config
 from vitscale.models.weights.files import CONFIG, Weights, labels_in_order, read_folder
 from vitscale.models.weights.names import Tensors, from_pytorch, without_wrappers
 from vitscale.models.weights.pixels import timm_preprocessing
@@ -173,6 +173,9 @@ def _plain_transformer(
     name: str, arguments: Mapping[str, Any]
 ) -> VisionTransformer | None:
     """The model that timm would build, without memory; None if it is not in the family vit."""
+    # The family vit would resize their positions as those of timm's other models.
+    if is_resized_bilinearly(name):
+        return None
     # Other arguments are of timm's factory, which also takes paths of files to load.
     if not set(arguments) <= set(inspect.signature(VisionTransformer).parameters):
         return None

@@ -84,6 +84,12 @@ def inferred_model(
     heads = head_layers(tensors, timm_name=values["model"] if is_timm else None)
     if heads:
         num_classes = len(tensors[f"{heads[0]}.weight"])
+
+    # DINOv3 was trained by its class token. timm takes the mean of the patches, since it published
+    # the weights so before it knew that it is the worse one (its issue 2681, pull request 2730).
+    if is_timm and not heads and "dinov3" in values["model"].partition(".")[0]:
+        arguments = values.get("arguments", {})
+        values["arguments"] = {"global_pool": "token", **arguments}
     return _validated(values, source.where), num_classes
 
 
@@ -224,6 +230,14 @@ def transfer_weights(
     """
     where = source.where
     if isinstance(model, TimmModel):
+        # timm resamples in its own code, which knows no other convention.
+        if convention not in ("auto", "timm"):
+            raise UserError(
+                f"the positions of timm's models are resampled by timm, not as {convention}",
+                where="position_embedding",
+                allowed="auto, timm",
+                next_step="set position_embedding=auto",
+            )
         model.load_weights(
             source.tensors,
             where=where,
