@@ -69,16 +69,16 @@ check: install
 
 # Most tests start processes and wait for them, so four files run at a time; one with WORKERS=0.
 WORKERS ?= 4
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # VITSCALE_REQUIRE_ALL=1 makes tests fail that would be skipped because the machine lacks something.
 test: install
 	@$(MAKE) --no-print-directory --jobs 2 check fast-tests
 
 fast-tests: install
-	$(PYTEST) --no-loadscope-reorder -m "not slow and not exhaustive"
+	$(PYTEST) -m "not slow and not exhaustive"
 
-# The slow ones only, the files with the most cases first.
+# The slow ones only.
 test-all: install
 	$(PYTEST) -m "slow and not exhaustive"
 

@@ -39,9 +39,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 # Files of minutes, the longest first. Workers take a file at a time, in this order, so that none
 # is left with a long one when the others have ended.
 LONGEST = """
-training/test_resume test_reference test_examples test_demo slurm/test_restarts
-models/test_evaluate_model training/test_training_runs launch/test_chains slurm/test_launch
-training/test_golden_curves slurm/test_chains models/test_commands slurm/test_submission
+training/test_resume test_reference training/test_other_layouts training/test_golden_curves
+test_examples models/test_evaluate_model training/test_storage_faults training/test_stopped_ranks
+test_demo training/test_collapse slurm/test_restarts slurm/test_launch training/test_training_runs
+launch/test_chains slurm/test_chains models/test_commands slurm/test_submission
 """.split()
 
 
