@@ -288,11 +288,12 @@ class TrainingSession:
             # A branch has no last start of its own.
             last = checkpoint.folder.parent.parent
             begins = f"resuming {self.folder}"
-            what = "changed since the last start"
+            title = "changed since the last start:"
             if self._is_new:
                 begins = f"a branch of {last}"
-                what = "settings other than those of the trunk"
-            self._messages += changes_since_start(last, self.run, what=what)
+                title = "settings other than those of the trunk:"
+            if changes := changes_since_start(last, self.run):
+                self._messages += [title, *changes]
             self._messages.append(f"{begins} at step {self.start_step}")
         if self.run.data.is_streamed:
             self._messages.append(
@@ -350,8 +351,7 @@ class TrainingSession:
 
         if self.world.is_first:
             lines = [f"done before: {self.folder} at step {self.start_step}"]
-            changes = changes_since_start(self.folder, self.run)[1:]
-            if changes:
+            if changes := changes_since_start(self.folder, self.run):
                 lines += [
                     "not used, since the run is finished:",
                     *changes,
@@ -855,20 +855,13 @@ def compatibility_key(
     } | agreed
 
 
-def changes_since_start(
-    folder: Path, run: TrainingRun, *, what: str = "changed since the last start"
-) -> list[str]:
-    """Lines that list how the settings differ from the last start's; such changes are no error.
-
-    what: says of which start, where it is not that of the run.
-    """
-    rows = [
+def changes_since_start(folder: Path, run: TrainingRun) -> list[str]:
+    """A line for each setting that differs from those of the last start in a run folder; such
+    changes are no error."""
+    return [
         f"    {key}: {before or 'not set'} -> {now or 'not set'}"
         for key, (before, now) in _changes(folder, run).items()
     ]
-    if not rows:
-        return []
-    return [f"{what}:", *rows]
 
 
 def refuse_other_start(folder: Path, run: TrainingRun) -> None:

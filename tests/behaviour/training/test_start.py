@@ -148,7 +148,6 @@ def test_changed_settings_are_listed(tmp_path):
     path.write_text(run_to_yaml(before))
     assert changes_since_start(tmp_path, before) == []
     assert changes_since_start(tmp_path, run_with({"optim": {"lr": 5e-4}})) == [
-        "changed since the last start:",
         "    optim.lr: 0.001 -> 0.0005",
     ]
 

@@ -85,8 +85,8 @@ def inferred_model(
     if heads:
         num_classes = len(tensors[f"{heads[0]}.weight"])
 
-    # DINOv3 was trained by its class token. timm takes the mean of the patches, since it published
-    # the weights so before it knew that it is the worse one (its issue 2681, pull request 2730).
+    # DINOv3 was trained by its class token, which transformers gives, too. timm's configuration of
+    # the published weights takes the mean of the patches.
     if is_timm and not heads and "dinov3" in values["model"].partition(".")[0]:
         arguments = values.get("arguments", {})
         values["arguments"] = {"global_pool": "token", **arguments}
